@@ -140,6 +140,8 @@ class OptimizerHooks:
         self._has_rescanned = False
         self._has_noted_rates = False
         """Whether the manifest has the learning rates of all groups in `_groups`."""
+        self._rates_wait = True
+        """Whether the learning rates are recorded once the closure of the step under way has returned."""
         self.known: dict[int, tuple[weakref.ref[Optimizer], str]] = {}
         self._groups: dict[int, tuple[weakref.ref[Optimizer], list[int]]] = {}
         """By optimizer id, the optimizer and the ids of its parameter groups when it had the most groups."""
@@ -359,13 +361,15 @@ class OptimizerHooks:
         if is_missed and self._counts(optimizer) and capture.clock.advance_if_stepped():
             capture.step_changed()
         self.looks.before_update(optimizer, is_counting=self._counts(optimizer), live=self._live)
-        self._record_rates(optimizer)
+        wrapped = wrap_closure(args, kwargs, lambda: self.closure_returned(optimizer))
+        self._rates_wait = wrapped is not None  # the forward in the closure begins the step
+        if not self._rates_wait:
+            self._record_rates(optimizer)
         if (found_inf := getattr(optimizer, "found_inf", None)) is not None:
             capture.nonfinite.is_told_by_rows = True
             capture.scalars.record("skipped", found_inf)
         elif self._scaler_calls:
             capture.scalars.record("skipped", 0.0)
-        wrapped = wrap_closure(args, kwargs, lambda: self.closure_returned(optimizer))
         if wrapped is None:
             capture.root_calls.depth = 0  # a step ends any forward that was interrupted
             self.record_before(optimizer)
@@ -374,8 +378,9 @@ class OptimizerHooks:
     def closure_returned(self, optimizer: Optimizer) -> None:
         """Record the gradients that a closure has computed, which the optimizer uses next."""
         try:
-            if self._active is None:  # the first root was made while this closure ran
-                self._active = weakref.ref(optimizer)
+            self._active = self._active or weakref.ref(optimizer)  # None: the first root was made in this closure
+            if self._rates_wait:
+                self._rates_wait = False
                 self._record_rates(optimizer)
             if not self._has_noted_rates:
                 self._note_rates()

@@ -50,9 +50,9 @@ _WRONG_BELOW = {
 """By the kind of a node of autograd, the kinds of nodes that make an argument which the function does not expect."""
 _SHAPES_ALONE = (
     "View", "UnsafeView", "Reshape", "Transpose", "T", "Permute", "Select", "Slice", "Squeeze", "Unsqueeze", "Alias",
-    "Clone", "ToCopy",
+    "Clone", "ToCopy", "Index", "IndexSelect",
 )  # fmt: skip
-"""The kinds of nodes that change only how elements lie."""
+"""The kinds of nodes that change only how elements lie, or choose some."""
 _OF_DIFFERENCES = ("MseLoss", "SmoothL1Loss", "HuberLoss")
 _NEVER_NEGATIVE = (*_OF_DIFFERENCES, "NllLoss", "NllLoss2D", "BinaryCrossEntropy", "BinaryCrossEntropyWithLogits")
 _MAX_MADE_BY = 64
@@ -451,16 +451,25 @@ def _wrong_argument(loss: Any) -> tuple[str, Any] | None:
     nodes = [loss]
     for node in nodes:
         kind, below = _kind(node), _first_below(node)
+        if kind == "NllLoss" and below is not None and _is_over_batch(below):
+            return "NllLoss of Batch", node
         while below is not None and _kind(below) in _SHAPES_ALONE:
             below = _first_below(below)
         if below is not None and _kind(below) in _WRONG_BELOW.get(kind, ()):
             return f"{kind} of {_kind(below)}", node
-        if kind in _OF_DIFFERENCES and below is not None:
+        if kind in _OF_DIFFERENCES:
             sizes = [_expanded_dims(node, name) for name in ("self", "target")]
             if sizes[0] and sizes[1] and not sizes[0] & sizes[1] and 0 in sizes[0] | sizes[1]:
                 return f"{kind} of Expand", node
         nodes += _children(node)[: _MAX_NODES - len(nodes)]
     return None
+
+
+def _is_over_batch(node: Any) -> bool:
+    """Return whether a node is a log_softmax of [N, C] over N. A square of similarities, [N, N], has no classes."""
+    made = _saved(node, "result") if _kind(node) == "LogSoftmax" else None
+    is_of_classes = made is not None and made.dim() == 2 and made.shape[0] != made.shape[1]
+    return is_of_classes and node._saved_dim % 2**64 in (0, 2**64 - 2)
 
 
 def _negated(loss: Any) -> Any:

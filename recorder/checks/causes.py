@@ -111,7 +111,7 @@ _LINKS: tuple[tuple[str, Callable[[Finding, Finding, _Seen], bool], tuple[str, .
     (
         "update", _is_later,
         ("nonfinite", "spike", "jump", "loss", "dead", "dead_units", "no_gradient", "saturated", "attention",
-         "unchanged", "exploding", "vanishing"),
+         "unchanged", "exploding", "vanishing", "evaluation_output"),
     ),
     (
         "nonfinite", _is_later,

@@ -21,10 +21,12 @@ _FUNCTIONS = {
     "LogSoftmax": "the log_softmax of the loss, as of cross_entropy,", "NllLoss": "nll_loss", "NllLoss2D": "nll_loss",
     "BinaryCrossEntropyWithLogits": "binary_cross_entropy_with_logits",
 }  # fmt: skip
+_OF_NLL = "give nll_loss the log_softmax of the last layer's output over the classes, or use cross_entropy instead"
 _BROADCAST = "the loss compares each output with all labels of the batch, because their shapes are broadcast"
 _MAKES = {
     "Softmax": "the probabilities that a softmax has made", "Sigmoid": "the probabilities that a sigmoid has made",
     "Relu": "the result of a ReLU, which is never below zero",
+    "Batch": "a log_softmax over the samples of the batch, and not over the classes",
 }  # fmt: skip
 
 
@@ -121,7 +123,11 @@ class LossArgument(_ProgramRule):
                 what = f"{_FUNCTIONS.get(function, function)} expects {expected}, and gets {made}"
                 is_broadcast = argument == "Expand"
                 one = self.finding_on(module, facts.loss_argument_since or 0, _BROADCAST if is_broadcast else what)
-                yield one._replace(advice="squeeze or unsqueeze the outputs or the labels") if is_broadcast else one
+                if is_broadcast:
+                    one = one._replace(advice="squeeze or unsqueeze the outputs or the labels")
+                elif function.startswith("NllLoss"):
+                    one = one._replace(advice=_OF_NLL)
+                yield one
 
 
 class NotCleared(_ProgramRule):
