@@ -102,6 +102,8 @@ class ModuleFacts(NamedTuple):
     """Whether all calls of the module were made with gradients disabled."""
     has_many_labels: bool = False
     """Of the first module: whether a loss was the sum of losses of several labels."""
+    has_uneven_calls: bool = False
+    """Of the first module: whether the number of calls before a backward varies, as the length of an episode."""
     rates: Mapping[str, str] = MappingProxyType({})
     """For each parameter of an optimizer, the scalar that records its learning rate."""
 

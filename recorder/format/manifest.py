@@ -108,6 +108,8 @@ class RecordedModule:
     """The step at which this argument was seen first."""
     has_many_labels: bool = False
     """Of the first module: whether a loss was the sum of losses of several whole-numbered labels."""
+    has_uneven_calls: bool = False
+    """Of the first module: whether the number of calls before a backward varies by a factor of two and more."""
     uncleared: int | None = None
     """The first step seen to add a gradient of the module to the previous step's."""
     optimizer_anew: str = ""

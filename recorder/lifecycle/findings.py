@@ -43,6 +43,8 @@ class LiveFindings:
         self.rank = 0
         self._worst: dict[str, Finding] = {}
         """By rule, the worst finding, or the first of equal ones."""
+        self._uneven: set[str] = set()
+        """The models whose number of calls before a backward varies."""
         self._of_program: list[Finding] = []
         """What the rules on the program find at present."""
         self._told: dict[tuple[str, str], dict[str, Any]] = {}
@@ -57,7 +59,12 @@ class LiveFindings:
         return min(found, key=lambda one: (-one.severity, bool(one.cause), one.first_step), default=None)
 
     def add(self, finding: Finding) -> None:
-        """Add the finding of a rule, which is logged if it is the first of the rule."""
+        """Add the finding of a rule, which is logged if it is the first of the rule.
+
+        A loss or gradient of a model that is called unevenly may be a sum over the calls: the finding is only a note.
+        """
+        if self._uneven and finding.root in ("", *self._uneven) and finding.site in ("scalar", "grad"):
+            return
         self._worst[finding.rule] = max(self._worst.get(finding.rule, finding), finding, key=lambda one: one.severity)
         self._count(finding, is_logged=True)
 
@@ -66,6 +73,8 @@ class LiveFindings:
 
         Most ranks find the same, so only rank 0 logs it.
         """
+        first = {root["name"]: root["modules"][0] for root in roots if root["modules"]}
+        self._uneven = {name for name, module in first.items() if module.get("has_uneven_calls")}
         known = set(self._of_program)
         self._of_program = [one for one in judge_program(roots) if one.severity > Severity.NOTE]
         for finding in self._of_program:

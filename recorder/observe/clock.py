@@ -16,6 +16,9 @@ import torch
 
 from ..records import StepPosition
 
+_MANY_CALLS = 4
+"""If the model is never called so often before a backward, the numbers of calls are not compared."""
+
 
 class Slice:
     """A slice of a step: a forward of a root (a recorded model) and its backward, or several forwards before one.
@@ -25,11 +28,13 @@ class Slice:
     program switches between slices of a step, as from training to `no_grad` and back. `key` is a module or tap.
     """
 
-    __slots__ = ("_first_calls", "_graphless", "_more_calls", "has_gradient", "moment", "used")
+    __slots__ = ("_first_calls", "_graphless", "_more_calls", "has_gradient", "moment", "num_calls", "used")
 
     def __init__(self, moment: StepPosition) -> None:
         self.moment = moment
         self.has_gradient = False
+        self.num_calls = 0
+        """The number of calls of the model."""
         self.used: set[int] = set()
         """Ids of parameters that the forward has used, for which no local gradient has arrived yet."""
         self._first_calls: dict[str, dict[Hashable, object]] = {"forward": {}, "recompute": {}}
@@ -123,9 +128,9 @@ class RootClock:
     """The slices (a forward and its backward each) of one recorded model. The newest slice of each mode is kept."""
 
     __slots__ = (
-        *("_clock", "_graphless_since", "_latest", "_modes_of_gradients", "_num_updates", "_slices"),
-        "_trained_modes",
-        *("has_evaluated", "num_graphless", "num_updates_before", "of_thread"),
+        *("_clock", "_fewest_calls", "_graphless_since", "_latest", "_modes_of_gradients", "_most_calls"),
+        *("_num_updates", "_slices", "_trained", "_trained_modes"),
+        *("has_evaluated", "is_called_unevenly", "num_graphless", "num_updates_before", "of_thread"),
     )
 
     def __init__(self, clock: Clock) -> None:
@@ -138,6 +143,12 @@ class RootClock:
         self._num_updates = clock.num_updates
         """The number of updates at the last call of the model."""
         self._latest: Slice | None = None
+        self._trained: Slice | None = None
+        """The latest slice in training."""
+        self._fewest_calls = self._most_calls = 0
+        """The least and the largest number of calls of the model in a slice in training."""
+        self.is_called_unevenly = False
+        """Whether these numbers are far apart, as those of the steps of episodes."""
         self.has_evaluated = False
         """Whether the model was ever called in evaluation mode."""
         self.num_graphless = 0
@@ -198,9 +209,20 @@ class RootClock:
             current = latest if latest is not None and latest.moment == first else Slice(first)
         elif is_stage or (current.has_gradient and mode != "no_grad"):
             current = Slice(StepPosition(self._clock.step, (current.moment.micro_step or 0) + 1, mode))
+        if mode == "train":
+            if current is not self._trained:
+                self._look_at_calls(self._trained)
+                self._trained = current
+            current.num_calls += 1
         self._slices[mode] = self.of_thread.active = current
         if with_grad:
             self._latest = current
+
+    def _look_at_calls(self, over: Slice | None) -> None:
+        if over is not None and over.has_gradient:
+            self._fewest_calls = min(self._fewest_calls or over.num_calls, over.num_calls)
+            self._most_calls = max(self._most_calls, over.num_calls)
+            self.is_called_unevenly = self._most_calls >= max(_MANY_CALLS, 2 * self._fewest_calls)
 
     def _count_graphless(self, *, with_grad: bool, training: bool) -> None:
         if with_grad or not training:

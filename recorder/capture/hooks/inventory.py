@@ -331,6 +331,11 @@ class Inventory:
         if self._modules and "has_many_labels" not in self._modules[0]:
             self._add(0, {"has_many_labels": True})
 
+    def note_uneven_calls(self) -> None:
+        """Note that the number of calls of the model before a backward varies, as the length of an episode."""
+        if self._modules and "has_uneven_calls" not in self._modules[0]:
+            self._add(0, {"has_uneven_calls": True})
+
     def note_anew(self, class_name: str, step: int | None) -> None:
         """Note the step since which optimizers of a class are made anew for each update. None: they are not."""
         if self._modules:

@@ -463,6 +463,8 @@ class Root:
             is_first_call=self.num_calls == 0,
             is_stage=stage is not None,
         )
+        if self.clock.is_called_unevenly:
+            self.inventory.note_uneven_calls()
         if self.clock.num_graphless == _LIKE_VALIDATION or (self._is_validated_training and self.clock.has_evaluated):
             self._look_at_validation()
         if self.num_calls < _MAX_LATE_LOOKS:

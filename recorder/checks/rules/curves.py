@@ -61,6 +61,9 @@ class JudgedSample(NamedTuple):
     """The step at which the condition began, if the rule waited for further samples."""
 
 
+_UNEVEN = "the number of calls of the model before a backward varies, and a sum over them varies with it"
+
+
 class CurveRule(CheckRule):
     """The base of rules that judge the loss and the norm of all gradients, step by step."""
 
@@ -186,6 +189,13 @@ class CurveRule(CheckRule):
         is_part = rows.where(f"grad of scope {scope}", lambda key: key.site == "grad" and key.scope == scope)
         there = np.flatnonzero(is_part & (rows.steps == step) & (rows.ranks == rank))
         return int(rows.lanes[there[np.argmax(shares[there])]]) if len(there) else self.lanes[curve]
+
+    def revised(self, one: Finding) -> Finding:
+        """Make a finding a note if the number of the model's calls in a step varies: losses may be sums over them."""
+        modules = self.catalog.modules.items()
+        if not any(facts.has_uneven_calls for (root, _), facts in modules if one.root in ("", root)):
+            return one
+        return one._replace(severity=Severity.NOTE, detail=one.detail or _UNEVEN)
 
     def words(self, curve: int) -> str:
         """Return the name of the curve in a finding."""

@@ -95,10 +95,11 @@ class LossStuck(CurveRule):
 
     def revised(self, one: Finding) -> Finding:
         """Make a rise or a leap a note if the loss has come back by the end, as where a task becomes harder."""
+        revised = super().revised(one)
         if one not in self._risen or not self._middle.of(self._risen[one]) < one.threshold:
-            return one
+            return revised
         what = f"{one.what.removesuffix(_STAYS)}, and comes back later"
-        return one._replace(severity=Severity.NOTE, what=what)
+        return revised._replace(severity=Severity.NOTE, what=what)
 
     def _changed_targets(self, one: Finding) -> str:
         """Return how the targets of a loss changed before a finding, beyond their noise. Empty if they did not."""
@@ -310,6 +311,9 @@ class Overfitting(CurveRule):
             self.why_not_judged = "needs a validation loss: recorder.scalar('validation/loss', loss)"
         elif not self._trained:
             self.why_not_judged = "needs a loss in training: recorder.scalar('train/loss', loss)"
+
+    def revised(self, one: Finding) -> Finding:
+        return one  # losses of validations are compared, and not those of steps
 
     def _risen(self, curve: int) -> Finding | None:
         """Return a finding if the loss rises farther above its best than before each of the best ones before it."""

@@ -1031,3 +1031,20 @@ def test_a_recurrent_module_without_the_attribute_is_recorded(tmp_path: Path) ->
             model(torch.randn(2, 2)).square().mean().backward()
             optimizer.step()
     assert [path for _, path in recording.run.modules][:3] == ["", "inner", "attention"]
+
+
+@pytest.mark.parametrize("is_varied", [False, True])
+def test_a_loss_over_a_varying_number_of_calls_is_only_a_note(tmp_path: Path, is_varied: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
+    with flagged(tmp_path, "site=scalar,grad keep=stats") as recording:
+        for step in range(120):
+            num_calls = 5 + step % 8 if is_varied and step < 100 else 5
+            optimizer.zero_grad()
+            loss = torch.stack([model(torch.ones(1, 4)).square().sum() for _ in range(num_calls)]).sum()
+            (loss * (100 if step == 110 else 1)).backward()
+            optimizer.step()
+    found = check(recording.run, rules=["spike", "jump", "loss"]).findings
+    expected = {Severity.NOTE} if is_varied else {Severity.ERROR, Severity.WARNING}
+    assert {one.severity for one in found if one.first_step == 110} == expected
