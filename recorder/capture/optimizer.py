@@ -231,6 +231,11 @@ class OptimizerHooks:
         """Whether a live optimizer updates a parameter with one of these ids."""
         return any(id(parameter) in parameters for live in self._live() for parameter in parameters_of(live))
 
+    def have_common_parameters(self) -> bool:
+        """Return whether two optimizers have a parameter in common: one of them may have the parameters by mistake."""
+        parameters = [id(one) for optimizer in self._live() for one in parameters_of(optimizer)]
+        return len(parameters) > len(set(parameters))
+
     def all_have_roots(self) -> bool:
         """Whether every parameter of every live optimizer is in a root (a model under hooks)."""
         return all(self.has_root(optimizer) for optimizer in self._live())

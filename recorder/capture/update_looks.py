@@ -289,8 +289,14 @@ class UpdateLooks:
         unstepped = set[int]().union(*(ids for _, ids in updates)) - trained
         idle = set[int]().union(*(ids for idle, ids in updates if (idle or 0) >= IDLE_UPDATES))
         own = {id(parameter) for root in capture.roots for _, _, parameter in root.parameters()}
-        optimized = Optimized(trained, fed - idle, unstepped, has_copies=not fed <= own)
+        of_stepping = [ids for idle, ids in updates if idle is not None]
+        have_common = sum(map(len, of_stepping)) > len(set[int]().union(*of_stepping))
+        optimized = Optimized(trained, fed - idle, unstepped, has_copies=not fed <= own, have_common=have_common)
+        last_trained = max(
+            root.last_call for root in capture.roots if any(id(one) in trained for _, _, one in root.parameters())
+        ) if have_common else 0  # fmt: skip
         for root in capture.roots:
             # A thread that reads `.grad` while another thread's backward sets it corrupts the process's memory.
             if root.thread in (None, threading.get_ident()):
-                root.inventory.look_at_update(optimized, capture.clock.step, root.clock.is_trained)
+                is_before = 0 < root.last_call < last_trained
+                root.inventory.look_at_update(optimized, capture.clock.step, root.clock.is_trained, is_before)

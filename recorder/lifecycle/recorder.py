@@ -317,7 +317,7 @@ class Recorder:
         if optimizers.num_named != self._num_optimizers:
             self._num_optimizers = optimizers.num_named
             discovery.reconsider()
-        if not optimizers.all_have_roots():
+        if not optimizers.all_have_roots() or optimizers.have_common_parameters():
             return
         self._check_patterns(self.recording)
         if not has_compiled_anything():

@@ -61,6 +61,8 @@ class Optimized(NamedTuple):
     """The parameters that only optimizers have which have never stepped with a gradient."""
     has_copies: bool
     """Whether an optimizer steps with gradients of a tensor that is no parameter of a recorded model, as a copy is."""
+    have_common: bool
+    """Whether two optimizers that step have a parameter in common."""
 
 
 class Inventory:
@@ -214,13 +216,14 @@ class Inventory:
             if more:
                 self._add(i, {"foreign_hooks": [*known, *more]})
 
-    def look_at_update(self, optimized: Optimized, step: int, is_trained: bool) -> None:
+    def look_at_update(self, optimized: Optimized, step: int, is_trained: bool, is_before_trained: bool) -> None:
         """Note, before an update, parameters that have a gradient but no optimizer, and modules in evaluation mode.
 
         Args:
             optimized: the parameters that optimizers have.
             step: the step that the update ends.
             is_trained: whether the model is trained in this step, so that the mode of its modules counts.
+            is_before_trained: whether a model that optimizers have was called after this one, both in training mode.
         """
         trained = optimized.trained
         # A frozen model may be in evaluation mode, also inside of a model that is trained.
@@ -263,8 +266,10 @@ class Inventory:
                 self._add(i, {"frozen": names})
         trains_others = num_trained > 0 or not trained or not optimized.fed <= own
         # Optimizers may have copies of the parameters, as those of mixed precision do. A model without an optimizer may
-        # only pass gradients on, as that of a perceptual loss does.
-        may_be_so = optimized.has_copies or not (num_trained or optimized.unstepped & own)
+        # only pass gradients on, as that of a perceptual loss does. But if it is called before a model that two
+        # optimizers have, one of them was to have it.
+        is_forgotten = is_before_trained and optimized.have_common
+        may_be_so = optimized.has_copies or not (num_trained or optimized.unstepped & own or is_forgotten)
         if trains_others and may_be_so and sum(map(len, untrained.values())) >= num_trained:
             return
         for i, (described, hooked) in enumerate(zip(self._modules, self._hooked, strict=False)):

@@ -61,6 +61,7 @@ _BETWEEN_VALIDATIONS = 8
 """The fewest updates before a validation."""
 """The number of first calls that look for a data-parallel wrapper. The wrapper may be made after the first call."""
 _numbers = itertools.count(1)
+_calls = itertools.count(1)
 
 
 _NOTHING_MOVED = (
@@ -103,6 +104,8 @@ class Root:
         self._entered: Callable[[], nn.Module | None] = lambda: None
         """The module at which the latest call of the root, which may be under way, began."""
         self.num_calls = 0
+        self.last_call = 0
+        """The number of the latest call, among those of all models. 0 if it was without gradients or in evaluation."""
         self._is_validated_training = False
         """Whether the manifest says that the model was called as if for a validation while in training mode."""
         self.thread: int | None = None
@@ -475,6 +478,7 @@ class Root:
         self.num_calls += 1
         if torch.is_grad_enabled():
             self.capture.has_seen_forward = True
+            self.last_call = next(_calls) if self.is_training else 0
         if self.capture.is_step_in_force:
             self.capture.call_begins()
         else:

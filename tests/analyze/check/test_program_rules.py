@@ -1048,3 +1048,23 @@ def test_a_loss_over_a_varying_number_of_calls_is_only_a_note(tmp_path: Path, is
     found = check(recording.run, rules=["spike", "jump", "loss"]).findings
     expected = {Severity.NOTE} if is_varied else {Severity.ERROR, Severity.WARNING}
     assert {one.severity for one in found if one.first_step == 110} == expected
+
+
+@pytest.mark.parametrize("held", ["generator", "critic"])
+def test_a_model_is_named_whose_optimizer_has_another_model_by_mistake(tmp_path: Path, held: str) -> None:
+    torch.manual_seed(0)
+    generator, critic = nn.Linear(4, 8), nn.Linear(8, 1)
+    of_critic = torch.optim.SGD(critic.parameters(), lr=1e-3)
+    of_generator = torch.optim.SGD((generator if held == "generator" else critic).parameters(), lr=1e-3)
+    with flagged(tmp_path, "site=scalar keep=stats") as recording:
+        for _ in range(20):
+            noise = torch.randn(16, 4)
+            of_critic.zero_grad()
+            (critic(generator(noise).detach()).mean() - critic(torch.randn(16, 8)).mean()).backward()
+            of_critic.step()
+            of_generator.zero_grad()
+            generator.zero_grad()
+            (-critic(generator(noise)).mean()).backward()
+            of_generator.step()
+    found = check(recording.run, rules=["not_optimized"]).findings
+    assert {one.name for one in found} == (set() if held == "generator" else {"weight", "bias"})
