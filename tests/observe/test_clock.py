@@ -357,6 +357,24 @@ def test_gradients_of_a_closure_are_read_each_time_it_returns(tmp_path: Path) ->
     assert list(first.repeat) == list(range(len(first)))
 
 
+def test_the_learning_rate_of_a_closures_step_stands_at_the_step_of_its_forward(tmp_path: Path) -> None:
+    model = Tiny()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = model(batch()).square().sum()
+        loss.backward()
+        return loss
+
+    with flagged(tmp_path) as recording:
+        for step in range(4):
+            optimizer.param_groups[0]["lr"] = 0.01 * (step + 1)
+            optimizer.step(closure)
+    rates = recording.rows(site="scalar", name="lr.SGD.0")
+    assert list(zip(rates.step, rates["mean"].round(6), strict=True)) == [(0, 0.01), (1, 0.02), (2, 0.03), (3, 0.04)]
+
+
 def test_a_second_backward_of_a_retained_graph_is_a_repeat(tmp_path: Path) -> None:
     with flagged(tmp_path) as recording:
         model = Tiny()
