@@ -1215,6 +1215,20 @@ def test_a_validation_that_never_falls_while_training_does_is_named(
     assert [(one.step, one.since, "never fell" in one.what) for one in found] == [(99, 9, True)] * len(expected)
 
 
+@pytest.mark.parametrize("are_divided", [False, True])
+def test_the_losses_of_micro_steps_may_be_parts_of_one_loss(are_divided: bool) -> None:
+    recorded = Recorded()
+    for step in range(100):
+        for repeat in range(4):
+            value = 2 * 0.98**step / (4 if are_divided else 1)
+            recorded.add(step, "", value, site="scalar", name="loss", repeat=repeat)
+        if step % 10 == 0:
+            recorded.add(step, "", 2 + 0.01 * max(step - 20, 0), site="scalar", name="eval_loss")
+    (one,) = said(recorded, Overfitting)
+    assert (one.step, one.since, one.severity) == (90, 0, Severity.WARNING)
+    assert one.value == pytest.approx(2.7 / np.mean([2 * 0.98**step for step in range(81, 91)]) - 1)
+
+
 def test_overfitting_needs_a_validation() -> None:
     (one,) = losses(lambda step: 1.0).judge(Overfitting).unjudged
     assert "validation loss" in one.why

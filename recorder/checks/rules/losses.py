@@ -269,6 +269,8 @@ class Overfitting(CurveRule):
         """By rank plus 1, the sum and the number of the training losses since the rank's last validation."""
         self._began, self._num_began = Memory(0.0), Memory(0.0)
         """By rank plus 1, the largest of the first training losses, and their number."""
+        self._parts: dict[int, float] = {}
+        """By rank plus 1, the number of parts of a loss that are losses of a step. 1 if they are losses themselves."""
         self._trained: dict[int, float] = {}
         """By rank plus 1, the mean training loss at the rank's last validation."""
         self._seen: defaultdict[int, deque[tuple[int, float, float]]] = defaultdict(lambda: deque(maxlen=_MAX_SEEN))
@@ -282,6 +284,8 @@ class Overfitting(CurveRule):
         lanes = np.array(self.lanes)[curves]
         ranks = self.catalog.rank_of[lanes] + 1
         is_valid = self.catalog.mark("validation", is_validation)[self.catalog.series_of[lanes]]
+        parts = np.array([self._parts.get(rank, 1.0) for rank in ranks.tolist()])
+        values = np.where(is_valid, values, parts * values)
         num, total = np.bincount(ranks[~is_valid]), np.bincount(ranks[~is_valid], values[~is_valid])
         known = np.arange(len(num))
         self._num_trained[known] = self._num_trained[known] + num
@@ -292,10 +296,32 @@ class Overfitting(CurveRule):
         for index in np.flatnonzero(is_valid).tolist():
             rank = int(ranks[index])
             if num_trained := self._num_trained.of(rank):
+                if rank not in self._parts:
+                    self._learn_parts(rank, float(values[index]))
                 self._trained[rank] = self._total.of(rank) / num_trained
             self._seen[int(curves[index])].append((self.step, float(values[index]), self._trained.get(rank, math.nan)))
         self._num_trained[ranks[is_valid]] = self._total[ranks[is_valid]] = 0.0
         return iter(())
+
+    def _learn_parts(self, rank: int, validation: float) -> None:
+        """Learn from where the two losses began whether a step's losses are parts of one, divided by their number.
+
+        The sum of such losses then is the loss in training, and not their mean.
+        """
+        of_training = (
+            self.num_values.of(curve)
+            for curve, key in enumerate(self.keys)
+            if key.rank + 1 == rank and not is_validation(self.catalog.key_of(self.lanes[curve]))
+        )
+        number = max(of_training, default=1.0)
+        began = self._began.of(rank)
+        are_parts = min(began, validation) > 0 and abs(math.log(validation / began / number)) < abs(
+            math.log(validation / began)
+        )
+        self._parts[rank] = number if are_parts else 1.0
+        at = np.array([rank])
+        self._began[at] = self._began[at] * self._parts[rank]
+        self._total[at] = self._total[at] * self._parts[rank]
 
     def finish(self) -> Iterator[Finding]:
         for curve, seen in self._seen.items():
