@@ -23,6 +23,7 @@ from ...checks.rows import SeriesKey
 from ...checks.rule import CheckRule, Finding, Setting, Severity
 from ...checks.rules.comparing import NEVER_HERE, RUNNING_VARIANCE, OutlierRank, Replica, Restart, Width
 from ...checks.rules.data import ONE_BATCH, Data
+from ...checks.rules.losses import LossStuck
 from ...checks.rules.no_gradient import NoGradient
 from ...checks.rules.parameters import Unchanged, Update
 from ...checks.rules.programs import BatchFirst, EvaluationMode, LossArgument, NotCleared, NotOptimized
@@ -308,6 +309,8 @@ _MAX_FOLLOWING = 400
 MAX_FINDINGS = 40
 """The largest number of findings that `recorder check` prints. ``--json`` has all findings."""
 _MAX_RANKS = 8
+_SHOWN_LOSSES = 20
+"""About so many losses are shown of a run."""
 _MAX_WANTS = 6
 _INDENT = " " * 8
 _KEEP = re.compile(r"(keep=\S+)")
@@ -551,7 +554,10 @@ def command_of(typed: str, one: JoinedFindings) -> str:
     words = ["recorder", "stats", typed, *where, "--site", site]
     is_by_name = worst.site == "scalar" or (worst.site == "input" and is_labels(worst.name))
     words += ["--name", worst.name] if is_by_name and len(one.names) == 1 else []
-    words += ["--step", f"{max(worst.first_step - 5, 0)}:{worst.step + 2}"] if worst.step >= 0 else []
+    first, stride = max(worst.first_step - 5, 0), ""
+    if worst.rule == LossStuck.name:  # the loss of the whole run is judged
+        first, stride = 0, f":{max((worst.step + 2) // _SHOWN_LOSSES, 1)}"
+    words += ["--step", f"{first}:{worst.step + 2}{stride}"] if worst.step >= 0 else []
     reads_probe = worst.rule == NonFinite.name or not worst.measure  # the probe has the healthy steps before a NaN
     reads_probe |= any(rule.reads_probe for rule in RULES if rule.name == worst.rule)
     words += ["--probe"] if reads_probe and worst.site != "scalar" else []

@@ -51,7 +51,7 @@ class LossStuck(CurveRule):
         Setting("shown", 0.2, "of the loss", "a fall that the noise must not hide"),
         Setting("moved", 1e-4, "of the weights' norm, in all updates", "fine-tuning has 1e-5 in one update"),
     )  # fmt: skip
-    advice = "compare the gradients and the learning rate with those of a training that learns"
+    advice = "look at the learning rate, at the labels, and at the sizes of gradients and updates"
 
     def set_up(self) -> None:
         super().set_up()
