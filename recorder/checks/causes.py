@@ -72,6 +72,11 @@ def _is_untrained(cause: Finding, one: Finding, first_seen: _Seen) -> bool:
     return is_sure and _is_same(cause, one, first_seen)
 
 
+def _is_unoptimized(cause: Finding, one: Finding, first_seen: _Seen) -> bool:
+    """Return whether a finding is on a model of which some parameters that matter have no optimizer."""
+    return cause.severity > Severity.NOTE and _is_of_root(cause, one, first_seen)
+
+
 def _are_skipped(cause: Finding, one: Finding, first_seen: _Seen) -> bool:
     """Return whether a finding is later than its cause, and GradScaler skipped the updates of both."""
     return all(SKIPS in some.what for some in (cause, one)) and _is_later(cause, one, first_seen)
@@ -99,6 +104,7 @@ def _has_wrong_sign(cause: Finding, one: Finding, _: _Seen) -> bool:
 
 _LINKS: tuple[tuple[str, Callable[[Finding, Finding, _Seen], bool], tuple[str, ...]], ...] = (
     ("not_optimized", _is_same, ("unchanged", "no_gradient", "dead")),
+    ("not_optimized", _is_unoptimized, ("loss",)),
     ("initialisation", _is_near, ("saturated", "dead", "dead_units", "vanishing", "exploding", "no_gradient")),
     ("data", _is_later, ("overfitting", "spike", "jump", "loss", "dead", "outlier_rank", "no_gradient")),
     ("loss_argument", _is_of_root, ("loss", "saturated", "vanishing", "dead", "update")),
