@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import shlex
@@ -16,11 +17,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ..columns import OF_FIRST_PART, note_members
-from ..errors import NotARunError
+from ..errors import NotARunError, RunError
 from ..format.commands import DUMP, ENDED, MISSED, PAUSE, REFUSED, SET, WAITING, Answer, Command
 from ..format.encodings import ENCODING_OF
 from ..format.manifest import EXCEPTION, RecordedModule
-from ..format.rundir import Members, parse_shard_name
+from ..format.rundir import STATUS, STATUS_BYTES, Members, parse_shard_name
 from ..globalview.row_groups import RowFinding as RowFinding
 from ..globalview.values import GlobalValues, load_sample
 from ..numerics.keys import array_of, by_key, column_of, encode
@@ -34,7 +35,8 @@ from ..system.text import counted, listed, named, printable, size, span
 from .probe import probe_size
 from .run import Run, RunDump
 from .selection import Selection
-from .status import CHANGED, UNCHANGED, Proof, RankNow
+from .status import CHANGED, UNCHANGED, LiveFinding, Proof, RankNow
+from .step_ranges import attempt_step_ranges
 
 
 def jitter_note(run: Run) -> str:
@@ -322,6 +324,33 @@ def raised(run: Run) -> list[str]:
     ]
     num_more = len(ranks_of) - len(told)
     return told + ([f"{counted(num_more, 'more exception')}, which recorder doctor names"] if num_more else [])
+
+
+def superseded(run: Run) -> list[str]:
+    """Return a sentence for each finding that an earlier attempt had in training at steps that a restart repeated.
+
+    The rows of these steps do not count, so no rule and no command judges them again.
+    """
+    if len({writer.attempt for writer in run.writers}) < 2:
+        return []
+    firsts: dict[int, int] = {}
+    for attempt, first, _ in attempt_step_ranges(run):
+        firsts[attempt] = min(firsts.get(attempt, first), first)
+    found: dict[tuple[int, str], list[int | None]] = {}
+    for writer in run.writers:
+        repeated_from = min((first for attempt, first in firsts.items() if attempt > writer.attempt), default=math.inf)
+        if repeated_from < math.inf:
+            with contextlib.suppress(OSError, RunError):
+                status = store_of(writer.directory).read_json(writer.directory / STATUS, STATUS_BYTES)
+                for one in LiveFinding.read_all(status):
+                    if one.step >= repeated_from:
+                        found.setdefault((writer.attempt, one.text), []).append(writer.rank)
+    told = [
+        f"{named('rank', ranks)}, attempt {attempt}, found in training, before a restart repeated the step: {text}"
+        for (attempt, text), ranks in list(found.items())[:_MAX_RAISED]
+    ]
+    num_more = len(found) - len(told)
+    return told + ([f"{counted(num_more, 'more finding')} of repeated steps"] if num_more else [])
 
 
 def unrecorded(run: Run) -> list[str]:

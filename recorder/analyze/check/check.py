@@ -32,7 +32,7 @@ from ...errors import ConfigError
 from ...numerics.keys import by_key
 from ...records import KEEP_STATS
 from ...rules import Rule, parse_rules
-from ...run.notes import damage, left_out, raised, unrecorded
+from ...run.notes import damage, left_out, raised, superseded, unrecorded
 from ...run.reply import Reply, StateLine, Table
 from ...run.run import Run
 from ...run.step_ranges import Mapper, map_serially
@@ -128,7 +128,14 @@ def check(
     more = verdict.num_more.items()
     notes += [f"{num} more findings of {name} were counted and are not listed" for name, num in more]
     notes += [note for one in compared.values() for note in one.notes]
-    notes += [*rows.probe_notes, *filter(None, [left_out(run)]), *run.endings, *raised(run), *unrecorded(run)]
+    notes += [
+        *rows.probe_notes,
+        *filter(None, [left_out(run)]),
+        *run.endings,
+        *raised(run),
+        *unrecorded(run),
+        *superseded(run),
+    ]
     if rows.num_superseded:
         notes.append(f"{rows.num_superseded} rows were left out, because a restart repeated their steps")
     if run.problems:

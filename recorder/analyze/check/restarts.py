@@ -25,6 +25,8 @@ from ...system.text import counted, number
 
 _SAME = 1e-6
 """The relative difference up to which norms, and learning rates, are equal."""
+_RATES = 3
+"""The learning rates in a row that are compared."""
 _BATCHES = 3
 """The batches in a row that must be those with which the run began."""
 _RATE = "lr."
@@ -85,7 +87,7 @@ def restarts_of(run: Run) -> ComparisonResult:
             values = dict(_values_of(probe_tables([writer]), rows))
             optimizers = writer.manifest.members.get("optimizers") or [{}]
             counting = "" if writer.is_counted else str(optimizers[0].get("class", "the optimizer"))
-            findings += _judge(before, values, counting)
+            findings += _judge(before, values, f"attempt {writer.attempt}", counting)
             before |= {key: before[key].replaced_by(one) if key in before else one for key, one in values.items()}
     except RunError as error:
         return ComparisonResult(findings, f"{Restart.needs}: {error}")
@@ -118,8 +120,8 @@ def _values_of(probe: Iterable[Any], rows: Any) -> Iterator[tuple[_Key, _Series]
         yield key, _Series(unique, values[first])
 
 
-def _judge(before: _Values, now: _Values, counting: str) -> Iterator[Finding]:
-    """Yield what an attempt did not restore. `counting` is the optimizer whose state counts the steps, if one does."""
+def _judge(before: _Values, now: _Values, attempt: str, counting: str) -> Iterator[Finding]:
+    """Yield what an attempt did not restore. `counting` is the optimizer whose state counts its steps, if one does."""
     known = {key: before[key] for key in now if key in before}
     moving = {key: one for key, one in known.items() if key.site == "param" and np.ptp(one.values) > 0}
     if not moving:
@@ -128,38 +130,57 @@ def _judge(before: _Values, now: _Values, counting: str) -> Iterator[Finding]:
     moving = {key: one for key, one in moving.items() if int(now[key].steps[0]) == first}
     loaded = {key: float(now[key].values[0]) for key in moving}
     begin = min(int(one.steps[0]) for one in moving.values())
-    hits = np.concatenate([one.where(loaded[key]) for key, one in moving.items()])
-    steps, counts = np.unique(hits, return_counts=True)
-    if not len(steps) or 2 * counts.max() < len(moving):
+    at = _restored_step([one.where(loaded[key]) for key, one in moving.items()], first, begin)
+    if at is None:
         if _are_far(moving, loaded, first, begin):
-            what = f"a restart continues at step {first} with other parameters than the run had at this step: "
+            what = f"{attempt} continues at step {first} with other parameters than the run had at this step: "
             yield _on_model(first, what + _NOT_LOADED, _LOAD)
         return
-    best = steps[counts == counts.max()]
-    at = first if first in best else int(best[np.abs(best - first).argmin()])
     others = [key for key, one in moving.items() if not _are_same(one.at(at), loaded[key])]
     if others:
         is_new = _are_same(float(moving[others[0]].values[0]), loaded[others[0]])
         detail = f"it is one of {len(others)} that were not, of {counted(len(moving), 'parameter')}"
         detail += "; its norm is that with which the run began" if is_new else ""
-        yield _on(
-            others[0], first, f"a restart with the parameters of step {at} did not restore this one", _LOAD, detail
-        )
+        what = f"{attempt} has parameters of step {at}, and this one was not restored"
+        yield _on(others[0], first, what, _LOAD, detail)
     if at == begin < first:
-        what = f"a restart continues at step {first} with the parameters with which the run began: {_NOT_LOADED}"
+        what = f"{attempt} continues at step {first} with the parameters with which the run began: {_NOT_LOADED}"
         yield _on_model(first, what, _LOAD)
     elif at > begin:
         if first == begin and counting:
-            what = f"a restart has the parameters of step {at}, and {counting} counts its updates anew: "
+            what = f"{attempt} has the parameters of step {at}, and {counting} counts its updates anew: "
             yield _on_model(first, what + "the state of the optimizer was not restored", _SAVE_STATE)
         else:
-            yield from _rates(known, now, first, at)
-        yield from _batches(known, now)
+            yield from _rates(known, now, first, at, attempt)
+        yield from _batches(known, now, attempt)
 
 
 _NOT_LOADED = "the model was not restored"
-_LOAD = "compare the names in the checkpoint with those of the model; load_state_dict with strict=True does"
+_LOAD = "load the checkpoint before the first step; load_state_dict with strict=True says which names do not match"
 _SAVE_STATE = "save and load optimizer.state_dict() with the model"
+
+
+def _restored_step(hits: list[npt.NDArray[np.int64]], first: int, begin: int) -> int | None:
+    """Return the step of which an attempt has parameters, or None.
+
+    Args:
+        hits: for each parameter, the steps at which its norm was what it is now.
+        first: the first step of the attempt. If the run had any of the parameters then, that is the step.
+        begin: the first step of the run. If the steps begin anew, so may the training. Then a later step counts only if
+            more than one parameter is of this step, because the norm of one may be the same by chance.
+    """
+    steps, counts = np.unique(np.concatenate(hits), return_counts=True)
+    if first > begin and first in steps:
+        return first
+    least = max(len(hits) / 2, 1)
+    if first == begin:
+        if (counts[steps == begin] == len(hits)).any():
+            return begin
+        steps, counts, least = steps[steps > begin], counts[steps > begin], min(len(hits), 2)
+    if not len(steps) or counts.max() < least:
+        return None
+    best = steps[counts == counts.max()]
+    return int(best[np.abs(best - first).argmin()])
 
 
 def _are_same(a: float, b: float) -> bool:
@@ -177,26 +198,26 @@ def _are_far(moving: Mapping[_Key, _Series], loaded: Mapping[_Key, float], first
     return first > begin and 2 * sum(is_far) > len(moving)
 
 
-def _rates(known: _Values, now: _Values, first: int, at: int) -> Iterator[Finding]:
+def _rates(known: _Values, now: _Values, first: int, at: int, attempt: str) -> Iterator[Finding]:
+    """Yield learning rates that differ. The optimizer's state brings the first one, and a scheduler those after it."""
     for key, one in known.items():
-        if key.site == "scalar" and now[key].steps[0] <= first:
-            rate, was = now[key].at(first), one.at(at)
-            around = [value for step in (at - 1, at, at + 1) if np.isfinite(value := one.at(step))]
+        for more in range(_RATES) if key.site == "scalar" else ():
+            rate, was, step = now[key].at(first + more), one.at(at + more), at + more
+            around = [value for near in (step - 1, step, step + 1) if np.isfinite(value := one.at(near))]
             if np.isfinite([rate, was]).all() and not min(around) * (1 - _SAME) <= rate <= max(around) * (1 + _SAME):
-                what = (
-                    f"a restart continues with the learning rate {number(rate)}, which was {number(was)} at step {at}"
-                )
+                what = f"{attempt} has the learning rate {number(rate)}, which was {number(was)} at step {step} before"
                 advice = f"{_SAVE_STATE}, and that of the learning-rate scheduler, unless a new schedule is meant"
-                yield _on(key, first, what, advice)
+                yield _on(key, first + more, what, advice)
+                break
 
 
-def _batches(known: _Values, now: _Values) -> Iterator[Finding]:
+def _batches(known: _Values, now: _Values, attempt: str) -> Iterator[Finding]:
     for key, one in known.items():
         if key.site == "input":
             begun, again = one.values[:_BATCHES], now[key].values[:_BATCHES]
             is_same = len(again) == len(begun) == _BATCHES and np.allclose(begun, again, rtol=_SAME, atol=0.0)
             if is_same and len(np.unique(begun)) == _BATCHES:
-                what = "a restart continues with the batches with which the run began"
+                what = f"{attempt} reads the batches with which the run began"
                 advice = "restore the position in the data, unless the training is to see these batches again"
                 yield _on(key, int(now[key].steps[0]), what, advice)._replace(severity=Severity.NOTE)
                 return

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ...checks.rows import HARMLESS
 from ...numerics.keys import by_key
-from ...run.notes import damage, layout_problems, left_out, raised
+from ...run.notes import damage, layout_problems, left_out, raised, superseded
 from ...run.reply import Reply, Table, plain
 from ...run.run import Run
 from ...run.step_ranges import Attempts, cut_rows
@@ -123,7 +123,7 @@ def first(run: Run) -> First:
     notes += [f"not compared: {problem}" for problem in layout_problems(run) or ()]
     if num_superseded:
         notes.append(f"{num_superseded} rows were left out, because a restart repeated their steps")
-    notes += [*filter(None, [left_out(run)]), *run.endings, *raised(run)]
+    notes += [*filter(None, [left_out(run)]), *run.endings, *raised(run), *superseded(run)]
     return First(
         nonfinite=bad,
         num_nonfinite=nonfinite.num_values,

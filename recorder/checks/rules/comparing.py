@@ -45,7 +45,7 @@ class Restart(ComparedRule):
     name = "restart"
     sentence = "A restarted training begins with parameters, optimizer state or a learning rate that were not restored."
     sites = ("param", "scalar")
-    needs = "it needs a restart"
+    needs = "it needs a restart by the launcher, as by torchrun --max-restarts; recorder prove --resume tests a resume"
     advice = "load what the checkpoint has before the first step"
 
 

@@ -423,7 +423,7 @@ class Jump(CurveRule):
         Setting("sudden", 3, "times the last ones", "gradients that leave a plateau grow slowly"),
     )
     needs_more_than = "first"
-    advice = "a rank alone: suspect its hardware or its data; all ranks: the step before was too large"
+    advice = "look at the batch and at the learning rate; if one rank of several jumps alone, also at its hardware"
 
     def set_up(self) -> None:
         super().set_up()

@@ -134,7 +134,7 @@ class NotCleared(_ProgramRule):
     name = "not_cleared"
     sentence = "The gradients of an update are not cleared before the next backward."
     sites = ("grad",)
-    advice = "call optimizer.zero_grad() after each optimizer.step()"
+    advice = "call optimizer.zero_grad() after each optimizer.step(), and in a closure before its backward"
 
     def finish(self) -> Iterator[Finding]:
         for module, facts in self.catalog.modules.items():

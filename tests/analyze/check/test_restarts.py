@@ -12,18 +12,35 @@ from recorder.analyze.check.check import check
 from recorder.checks.rule import Finding, Severity
 from tests.rigs import jobs
 
-CASES = ("sound", "sgd", "scratch", "rounded", "model", "partial", "state", "schedule", "batches")
+CASES = (
+    "sound",
+    "sgd",
+    "scratch",
+    "rounded",
+    "model",
+    "partial",
+    "state",
+    "schedule",
+    "batches",
+    "last",
+    "scheduler",
+    "nan",
+)
 """The first four are sound."""
 SCRIPT = Path(__file__).parents[1] / "scripts" / "restarted.py"
 Judged = Callable[[str], list[Finding]]
 
 
 @pytest.fixture(scope="module")
-def judged(tmp_path_factory: pytest.TempPathFactory) -> Judged:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("restarted")
     options = ("--standalone", "--max-restarts=1", "--nproc-per-node=1")
     jobs.succeeded(jobs.torchrun(folder, SCRIPT, *CASES, options=options))
+    return folder
 
+
+@pytest.fixture(scope="module")
+def judged(folder: Path) -> Judged:
     def judge(case: str) -> list[Finding]:
         run = recorder.open_run(folder / case)
         assert [writer.attempt for writer in run.writers] == [0, 1]
@@ -42,9 +59,10 @@ def test_a_restart_that_restores_all_or_nothing_is_sound(judged: Judged, case: s
 @pytest.mark.parametrize(
     ("case", "said"),
     [
-        ("model", "a restart continues at step 20 with the parameters with which the run began"),
-        ("state", "a restart has the parameters of step 20, and Adam counts its updates anew"),
-        ("schedule", "a restart continues with the learning rate 0.01, which was 0.005 at step 20"),
+        ("model", "attempt 1 continues at step 20 with the parameters with which the run began"),
+        ("state", "attempt 1 has the parameters of step 20, and Adam counts its updates anew"),
+        ("schedule", "attempt 1 has the learning rate 0.01, which was 0.005 at step 20 before"),
+        ("scheduler", "attempt 1 has the learning rate"),
     ],
 )
 def test_what_was_not_restored_is_named(judged: Judged, case: str, said: str) -> None:
@@ -56,6 +74,18 @@ def test_a_parameter_that_was_not_restored_is_named_with_their_number(judged: Ju
     (one,) = judged("partial")
     assert (one.module_path, one.name, one.step) == ("3", "weight", 20)
     assert one.detail == "it is one of 2 that were not, of 6 parameters; its norm is that with which the run began"
+
+
+def test_the_parameters_of_the_first_modules_are_named_if_only_the_last_was_restored(judged: Judged) -> None:
+    (one,) = judged("last")
+    assert (one.module_path, one.name, one.step) == ("0", "weight", 20)
+    assert one.detail == "it is one of 4 that were not, of 6 parameters; its norm is that with which the run began"
+
+
+def test_a_nan_at_a_step_that_a_restart_repeated_is_noted(folder: Path) -> None:
+    run = recorder.open_run(folder / "nan")
+    (note,) = (one for one in check(run).notes if "before a restart repeated the step" in one)
+    assert note.startswith("rank 0, attempt 0, found in training") and "step 25" in note
 
 
 def test_batches_from_the_beginning_are_noted(judged: Judged) -> None:

@@ -32,11 +32,14 @@ def train(case: str, attempt: int) -> None:
             known["model"] = {name: one.bfloat16().float() for name, one in known["model"].items()}
         if case == "partial":
             known["model"] = {name.replace("3.", "head."): one for name, one in known["model"].items()}
+        if case == "last":
+            known["model"] = {name: one for name, one in known["model"].items() if name.startswith("3.")}
         if case != "model":
             model.load_state_dict(known["model"], strict=False)
         if case != "state":
             optimizer.load_state_dict(known["optimizer"])
-        schedule.load_state_dict(known["schedule"])
+        if case != "scheduler":
+            schedule.load_state_dict(known["schedule"])
         if case == "schedule":
             schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
             optimizer.param_groups[0]["lr"] = 1e-2
@@ -45,6 +48,8 @@ def train(case: str, attempt: int) -> None:
     with recorder.attach(model, enabled=True, dir=Path(case)):
         for step in range(first, STEPS if attempt else END):
             inputs = torch.randn(32, 8, generator=batches)
+            if case == "nan" and step == 25 and not attempt:
+                inputs[0, 0] = torch.nan
             optimizer.zero_grad()
             cross_entropy(model(inputs), inputs[:, :4].argmax(1)).backward()
             optimizer.step()
