@@ -137,7 +137,8 @@ def check(
         *superseded(run),
     ]
     if rows.num_superseded:
-        notes.append(f"{rows.num_superseded} rows were left out, because a restart repeated their steps")
+        what = "rows and numbers of the probe" if rows.num_probed else "rows"
+        notes.append(f"{rows.num_superseded} {what} were left out, because a restart repeated their steps")
     if run.problems:
         lost = f" ({num_lost} rows)" if (num_lost := _num_lost(run)) else ""
         notes.append(f"the run is damaged, and what cannot be read{lost} was left out: {damage(run)}")
