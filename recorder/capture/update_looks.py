@@ -6,8 +6,10 @@ Called on training threads, before an optimizer's step and before a backward. No
 from __future__ import annotations
 
 import ctypes
+import itertools
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -290,13 +292,12 @@ class UpdateLooks:
         idle = set[int]().union(*(ids for idle, ids in updates if (idle or 0) >= IDLE_UPDATES))
         own = {id(parameter) for root in capture.roots for _, _, parameter in root.parameters()}
         of_stepping = [ids for idle, ids in updates if idle is not None]
-        have_common = sum(map(len, of_stepping)) > len(set[int]().union(*of_stepping))
-        optimized = Optimized(trained, fed - idle, unstepped, has_copies=not fed <= own, have_common=have_common)
-        last_trained = max(
-            root.last_call for root in capture.roots if any(id(one) in trained for _, _, one in root.parameters())
-        ) if have_common else 0  # fmt: skip
+        common = {one for one, num in Counter(itertools.chain(*of_stepping)).items() if num > 1}
+        optimized = Optimized(trained, fed - idle, unstepped, has_copies=not fed <= own)
+        with_common = [root for root in capture.roots if any(id(one) in common for _, _, one in root.parameters())]
+        last_common = max((root.last_call for root in with_common), default=0)
         for root in capture.roots:
             # A thread that reads `.grad` while another thread's backward sets it corrupts the process's memory.
             if root.thread in (None, threading.get_ident()):
-                is_before = 0 < root.last_call < last_trained
+                is_before = 0 < root.last_call < last_common
                 root.inventory.look_at_update(optimized, capture.clock.step, root.clock.is_trained, is_before)

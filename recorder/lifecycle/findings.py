@@ -55,7 +55,8 @@ class LiveFindings:
     @property
     def worst(self) -> Finding | None:
         """The worst finding of the rules, causes before consequences. NaN and infinities are reported elsewhere."""
-        found = with_causes([*self._of_program, *self._worst.values()], Catalog())
+        worst = (one for one in self._worst.values() if not self._is_noted(one))
+        found = with_causes([*self._of_program, *worst], Catalog())
         return min(found, key=lambda one: (-one.severity, bool(one.cause), one.first_step), default=None)
 
     def add(self, finding: Finding) -> None:
@@ -63,10 +64,13 @@ class LiveFindings:
 
         A loss or gradient of a model that is called unevenly may be a sum over the calls: the finding is only a note.
         """
-        if self._uneven and finding.root in ("", *self._uneven) and finding.site in ("scalar", "grad"):
+        if self._is_noted(finding):
             return
         self._worst[finding.rule] = max(self._worst.get(finding.rule, finding), finding, key=lambda one: one.severity)
         self._count(finding, is_logged=True)
+
+    def _is_noted(self, finding: Finding) -> bool:
+        return bool(self._uneven) and finding.root in ("", *self._uneven) and finding.site in ("scalar", "grad")
 
     def judge_program(self, roots: Sequence[Mapping[str, Any]]) -> None:
         """Take what the manifest says of the models. Wrong modes, arguments and optimizers are findings, each once.

@@ -16,8 +16,8 @@ import torch
 
 from ..records import StepPosition
 
-_MANY_CALLS = 4
-"""If the model is never called so often before a backward, the numbers of calls are not compared."""
+_MANY_NUMBERS = 5
+"""So many different numbers of calls before a backward vary as the lengths of episodes do, and not by a short group."""
 
 
 class Slice:
@@ -128,7 +128,7 @@ class RootClock:
     """The slices (a forward and its backward each) of one recorded model. The newest slice of each mode is kept."""
 
     __slots__ = (
-        *("_clock", "_fewest_calls", "_graphless_since", "_latest", "_modes_of_gradients", "_most_calls"),
+        *("_clock", "_graphless_since", "_latest", "_modes_of_gradients", "_nums_of_calls"),
         *("_num_updates", "_slices", "_trained", "_trained_modes"),
         *("has_evaluated", "is_called_unevenly", "num_graphless", "num_updates_before", "of_thread"),
     )
@@ -145,8 +145,8 @@ class RootClock:
         self._latest: Slice | None = None
         self._trained: Slice | None = None
         """The latest slice in training."""
-        self._fewest_calls = self._most_calls = 0
-        """The least and the largest number of calls of the model in a slice in training."""
+        self._nums_of_calls: set[int] = set()
+        """The numbers of calls of the model in the slices in training."""
         self.is_called_unevenly = False
         """Whether these numbers are far apart, as those of the steps of episodes."""
         self.has_evaluated = False
@@ -219,10 +219,10 @@ class RootClock:
             self._latest = current
 
     def _look_at_calls(self, over: Slice | None) -> None:
-        if over is not None and over.has_gradient:
-            self._fewest_calls = min(self._fewest_calls or over.num_calls, over.num_calls)
-            self._most_calls = max(self._most_calls, over.num_calls)
-            self.is_called_unevenly = self._most_calls >= max(_MANY_CALLS, 2 * self._fewest_calls)
+        if over is not None and over.has_gradient and not self.is_called_unevenly:
+            self._nums_of_calls.add(over.num_calls)
+            most = max(self._nums_of_calls)
+            self.is_called_unevenly = len(self._nums_of_calls) >= _MANY_NUMBERS and most >= 2 * min(self._nums_of_calls)
 
     def _count_graphless(self, *, with_grad: bool, training: bool) -> None:
         if with_grad or not training:

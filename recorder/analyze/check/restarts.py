@@ -25,6 +25,8 @@ from ...system.text import counted, number
 
 _SAME = 1e-6
 """The relative difference up to which norms, and learning rates, are equal."""
+_ROUNDED = 5e-4
+"""The relative change of a norm that rounding to 16 bits does not reach."""
 _RATES = 3
 """The learning rates in a row that are compared."""
 _BATCHES = 3
@@ -86,7 +88,8 @@ def restarts_of(run: Run) -> ComparisonResult:
             rows = pa.table({name: writer.column(name) for name in ("site", "name", "step", "mean")})
             values = dict(_values_of(probe_tables([writer]), rows))
             optimizers = writer.manifest.members.get("optimizers") or [{}]
-            counting = "" if writer.is_counted else str(optimizers[0].get("class", "the optimizer"))
+            is_by_state = writer.manifest.step_source == "optimizer"
+            counting = str(optimizers[0].get("class", "the optimizer")) if is_by_state else ""
             findings += _judge(before, values, f"attempt {writer.attempt}", counting)
             before |= {key: before[key].replaced_by(one) if key in before else one for key, one in values.items()}
     except RunError as error:
@@ -130,12 +133,13 @@ def _judge(before: _Values, now: _Values, attempt: str, counting: str) -> Iterat
     moving = {key: one for key, one in moving.items() if int(now[key].steps[0]) == first}
     loaded = {key: float(now[key].values[0]) for key in moving}
     begin = min(int(one.steps[0]) for one in moving.values())
-    at = _restored_step([one.where(loaded[key]) for key, one in moving.items()], first, begin)
-    if at is None:
+    restored = _restored_steps([one.where(loaded[key]) for key, one in moving.items()], first, begin)
+    if not restored:
         if _are_far(moving, loaded, first, begin):
             what = f"{attempt} continues at step {first} with other parameters than the run had at this step: "
-            yield _on_model(first, what + _NOT_LOADED, _LOAD)
+            yield _on_model(first, what + "other weights were loaded, or none", _LOAD)
         return
+    at = min(restored, key=lambda step: abs(step - first))
     others = [key for key, one in moving.items() if not _are_same(one.at(at), loaded[key])]
     if others:
         is_new = _are_same(float(moving[others[0]].values[0]), loaded[others[0]])
@@ -151,7 +155,7 @@ def _judge(before: _Values, now: _Values, attempt: str, counting: str) -> Iterat
             what = f"{attempt} has the parameters of step {at}, and {counting} counts its updates anew: "
             yield _on_model(first, what + "the state of the optimizer was not restored", _SAVE_STATE)
         else:
-            yield from _rates(known, now, first, at, attempt)
+            yield from _rates(known, now, first, restored, attempt)
         yield from _batches(known, now, attempt)
 
 
@@ -160,8 +164,8 @@ _LOAD = "load the checkpoint before the first step; load_state_dict with strict=
 _SAVE_STATE = "save and load optimizer.state_dict() with the model"
 
 
-def _restored_step(hits: list[npt.NDArray[np.int64]], first: int, begin: int) -> int | None:
-    """Return the step of which an attempt has parameters, or None.
+def _restored_steps(hits: list[npt.NDArray[np.int64]], first: int, begin: int) -> list[int]:
+    """Return the steps of which an attempt has parameters: several if updates were skipped, and none if unknown.
 
     Args:
         hits: for each parameter, the steps at which its norm was what it is now.
@@ -171,16 +175,15 @@ def _restored_step(hits: list[npt.NDArray[np.int64]], first: int, begin: int) ->
     """
     steps, counts = np.unique(np.concatenate(hits), return_counts=True)
     if first > begin and first in steps:
-        return first
+        all_restored = steps[counts == len(hits)].tolist()
+        return all_restored if first in all_restored else [first]
     least = max(len(hits) / 2, 1)
     if first == begin:
         if (counts[steps == begin] == len(hits)).any():
-            return begin
+            return [begin]
         steps, counts, least = steps[steps > begin], counts[steps > begin], min(len(hits), 2)
-    if not len(steps) or counts.max() < least:
-        return None
-    best = steps[counts == counts.max()]
-    return int(best[np.abs(best - first).argmin()])
+    most = counts.max(initial=0)
+    return steps[counts == most].tolist() if most >= least else []
 
 
 def _are_same(a: float, b: float) -> bool:
@@ -190,20 +193,25 @@ def _are_same(a: float, b: float) -> bool:
 def _are_far(moving: Mapping[_Key, _Series], loaded: Mapping[_Key, float], first: int, begin: int) -> bool:
     """Return whether the parameters are far from those that the run had at the first step of the restart.
 
-    They are near if an attempt was killed after the checkpoint of a step that it did not record. If the steps begin
-    anew, the training may do so, too, with other random numbers.
+    They are near if the checkpoint rounded them, or if an attempt was killed after the checkpoint of a step that it did
+    not record. If the steps begin anew, the training may do so, too, with other random numbers.
     """
     there = {key: one.at(first) for key, one in moving.items()}
-    is_far = [abs(loaded[key] - there[key]) > abs(one.values[0] - there[key]) / 2 for key, one in moving.items()]
+    is_far = [
+        abs(loaded[key] - there[key]) > max(abs(one.values[0] - there[key]) / 2, _ROUNDED * loaded[key])
+        for key, one in moving.items()
+    ]
     return first > begin and 2 * sum(is_far) > len(moving)
 
 
-def _rates(known: _Values, now: _Values, first: int, at: int, attempt: str) -> Iterator[Finding]:
+def _rates(known: _Values, now: _Values, first: int, restored: list[int], attempt: str) -> Iterator[Finding]:
     """Yield learning rates that differ. The optimizer's state brings the first one, and a scheduler those after it."""
     for key, one in known.items():
         for more in range(_RATES) if key.site == "scalar" else ():
-            rate, was, step = now[key].at(first + more), one.at(at + more), at + more
-            around = [value for near in (step - 1, step, step + 1) if np.isfinite(value := one.at(near))]
+            step = min(restored, key=lambda step: abs(step - first)) + more
+            rate, was = now[key].at(first + more), one.at(step)
+            near = range(min(restored) + more - 1, max(restored) + more + 2)
+            around = [value for step in near if np.isfinite(value := one.at(step))]
             if np.isfinite([rate, was]).all() and not min(around) * (1 - _SAME) <= rate <= max(around) * (1 + _SAME):
                 what = f"{attempt} has the learning rate {number(rate)}, which was {number(was)} at step {step} before"
                 advice = f"{_SAVE_STATE}, and that of the learning-rate scheduler, unless a new schedule is meant"

@@ -61,8 +61,6 @@ class Optimized(NamedTuple):
     """The parameters that only optimizers have which have never stepped with a gradient."""
     has_copies: bool
     """Whether an optimizer steps with gradients of a tensor that is no parameter of a recorded model, as a copy is."""
-    have_common: bool
-    """Whether two optimizers that step have a parameter in common."""
 
 
 class Inventory:
@@ -93,6 +91,8 @@ class Inventory:
         self._suspects: dict[int, int] = {}
         """By number of a module, the first step at which a parameter of it had a gradient and no optimizer. The program
         may yet make the optimizer, so the manifest says so from the second look on."""
+        self._versions: int | None = None
+        """The sum of the version counters of all parameters at the last look."""
         self._taken_for_time: set[int] = set()
         """The numbers of the modules that were seen once to take the batch for the time."""
         self._evaluated_since: int | None = None
@@ -216,14 +216,14 @@ class Inventory:
             if more:
                 self._add(i, {"foreign_hooks": [*known, *more]})
 
-    def look_at_update(self, optimized: Optimized, step: int, is_trained: bool, is_before_trained: bool) -> None:
+    def look_at_update(self, optimized: Optimized, step: int, is_trained: bool, is_before_common: bool) -> None:
         """Note, before an update, parameters that have a gradient but no optimizer, and modules in evaluation mode.
 
         Args:
             optimized: the parameters that optimizers have.
             step: the step that the update ends.
             is_trained: whether the model is trained in this step, so that the mode of its modules counts.
-            is_before_trained: whether a model that optimizers have was called after this one, both in training mode.
+            is_before_common: whether a model of which two optimizers have parameters was called after this one.
         """
         trained = optimized.trained
         # A frozen model may be in evaluation mode, also inside of a model that is trained.
@@ -267,8 +267,10 @@ class Inventory:
         trains_others = num_trained > 0 or not trained or not optimized.fed <= own
         # Optimizers may have copies of the parameters, as those of mixed precision do. A model without an optimizer may
         # only pass gradients on, as that of a perceptual loss does. But if it is called before a model that two
-        # optimizers have, one of them was to have it.
-        is_forgotten = is_before_trained and optimized.have_common
+        # optimizers have, one of them was to have it, unless the program changes its parameters, as of a mean.
+        before = self._versions
+        self._versions = sum(one._version for hooked in self._hooked for _, one in hooked.own("_parameters"))
+        is_forgotten = is_before_common and before in (None, self._versions)
         may_be_so = optimized.has_copies or not (num_trained or optimized.unstepped & own or is_forgotten)
         if trains_others and may_be_so and sum(map(len, untrained.values())) >= num_trained:
             return

@@ -45,7 +45,9 @@ class Restart(ComparedRule):
     name = "restart"
     sentence = "A restarted training begins with parameters, optimizer state or a learning rate that were not restored."
     sites = ("param", "scalar")
-    needs = "it needs a restart by the launcher, as by torchrun --max-restarts; recorder prove --resume tests a resume"
+    needs = (
+        "it needs attempts of one run, as of torchrun --standalone --max-restarts; recorder prove --resume tests others"
+    )
     advice = "load what the checkpoint has before the first step"
 
 
