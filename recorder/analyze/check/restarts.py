@@ -141,7 +141,7 @@ def _judge(before: _Values, now: _Values, attempt: str, counting: str) -> Iterat
         return
     at = min(restored, key=lambda step: abs(step - first))
     others = [key for key, one in moving.items() if not _are_same(one.at(at), loaded[key])]
-    if others:
+    if others and at > begin:
         is_new = _are_same(float(moving[others[0]].values[0]), loaded[others[0]])
         detail = f"it is one of {len(others)} that were not, of {counted(len(moving), 'parameter')}"
         detail += "; its norm is that with which the run began" if is_new else ""
