@@ -462,9 +462,10 @@ def _parts(run: Run, checked: Checked, typed: str, *, is_verbose: bool) -> Itera
     elif reasons:
         yield f"{_wants(checked)}; --verbose names each"
     if settings := dict.fromkeys(one.setting for one in checked.unjudged if one.setting):
-        num = counted(sum(bool(one.setting) for one in checked.unjudged), "more rule")
+        num = sum(bool(one.setting) for one in checked.unjudged)
         rules = "; ".join(settings).replace(" keep=", " steps=::10 keep=")  # not at every step: most rows
-        yield f"{num} judge a run of RECORDER_PRESET=default RECORDER_RULES={shlex.quote(rules)}"
+        judge = f"{counted(num, 'more rule')} {'judges' if num == 1 else 'judge'}"
+        yield f"{judge} a run of RECORDER_PRESET=default RECORDER_RULES={shlex.quote(rules)}"
     yield from (f"note: {note}" for note in checked.notes)
     judged = f"{checked.num_judged} of {counted(checked.num_rules, 'rule')}"
     counts = Counter(one.worst.severity for one, _ in told)

@@ -246,6 +246,8 @@ def _parts_and_peers(view: GlobalView, run: Run) -> dict[tuple[str, int], tuple[
                 groups = reversed(group.model_groups)
                 peers[id(group)] = {rank: index for ranks in groups for index, rank in enumerate(ranks)}
             peer = peers[id(group)].get(writer.rank, 0)
+            if root.stage is not None:  # each stage of a pipeline is a piece of its own
+                peer = peer * root.stage.num_stages + root.stage.number
             pairs[root.name, writer.rank] = (writer.rank if part is None else part[0]), peer
     return pairs
 

@@ -344,7 +344,7 @@ class Unchanged(StreakRule):
         flags = rows.over_chunks((~flags).astype(np.float64)) == 0
         before = previous(rows.lanes, rows.steps.astype(np.float64), self._step)
         for index in np.flatnonzero(flags).tolist() if self._skipped else ():
-            flags[index] = (int(rows.ranks[index]), int(before[index])) not in self._skipped
+            flags[index] = (int(rows.ranks[index]), before[index]) not in self._skipped  # NaN without a record before
         at, stays = np.flatnonzero(flags), flags
         if len(at):
             steps = np.nan_to_num(before[at], nan=-1).astype(np.int64)

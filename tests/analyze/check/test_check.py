@@ -403,3 +403,19 @@ def test_a_rank_with_another_learning_rate_is_named(
     findings = check(recorder.open_run(run), ["outlier_rank"]).findings
     assert [(one.ranks, one.what) for one in findings] == found
     assert all(one.first_step == 0 and one.severity is Severity.WARNING for one in findings)
+
+
+@pytest.mark.parametrize("is_pipeline", [False, True])
+def test_the_stages_of_a_pipeline_are_no_peers(tmp_path: Path, is_pipeline: bool) -> None:
+    rng = np.random.default_rng(0)
+    run = make_run(tmp_path / "run", world_size=2)
+    for rank in (0, 1):
+        writer = HandmadeWriter(run, rank)
+        values = [rng.normal(size=64).astype(np.float32) * (1 + 9 * rank * (i > 10)) for i in range(30)]
+        writer.add_shard([[make_row(i, one, rank=rank, step=i, encoding=None) for i, one in enumerate(values)]])
+        root: dict[str, Any] = {"name": "model", "modules": []}
+        if is_pipeline:
+            root["pipeline"] = {"stage": rank, "num_stages": 2}
+        writer.finish(roots=[root])
+    found = check(recorder.open_run(run), ["outlier_rank"]).findings
+    assert bool(found) is not is_pipeline
