@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 from ...checks.rule import ComparisonResult, Finding, Severity
 from ...checks.rules.comparing import Restart
 from ...errors import RunError
-from ...numerics.keys import by_key
+from ...numerics.keys import array_of, by_key, column_of, group_rows
 from ...run.probe import MOST_PROBED, probe_size, probe_tables
 from ...run.run import Run
 from ...system.text import counted, number
@@ -106,19 +106,19 @@ def _values_of(probe: Iterable[Any], rows: Any) -> Iterator[tuple[_Key, _Series]
             pc.and_(pc.equal(table["site"], "input"), pc.equal(table["module_path"], "")),
         )
         table = table.filter(pc.and_(is_wanted, pc.equal(table["mode"], "train")))
-        names = [table[name].to_pylist() for name in _Key._fields]
-        keys = list(map(_Key, *names))
-        order = {key: i for i, key in enumerate(dict.fromkeys(keys))}
-        codes = np.array([order[key] for key in keys], np.int64)
-        steps, values = table["step"].to_numpy(), table["l2"].to_numpy()
-        for key, code in order.items():
-            found.setdefault(key, []).append((steps[codes == code], values[codes == code]))
+        groups = group_rows(table, _Key._fields)
+        cells = (table[name].take(column_of(groups.firsts)).to_pylist() for name in _Key._fields)
+        order = np.argsort(groups.ids, kind="stable")
+        ends = np.cumsum(np.bincount(groups.ids, minlength=groups.num_groups))[:-1]
+        pieces = (np.split(array_of(table[name])[order], ends) for name in ("step", "l2"))
+        for key, steps, values in zip(map(_Key, *cells), *pieces, strict=False):  # of no rows there is an empty piece
+            found.setdefault(key, []).append((steps, values))
     rows = rows.filter(pc.and_(pc.equal(rows["site"], "scalar"), pc.starts_with(rows["name"].cast(pa.string()), _RATE)))
     for row in rows.drop_null().to_pylist():
         key = _Key("scalar", "", "", row["name"], 1)
         found.setdefault(key, []).append((np.array([row["step"]]), np.array([row["mean"]])))
-    for key, pieces in found.items():
-        steps, values = map(np.concatenate, zip(*pieces, strict=True))
+    for key, some in found.items():
+        steps, values = map(np.concatenate, zip(*some, strict=True))
         unique, first = np.unique(steps, return_index=True)
         yield key, _Series(unique, values[first])
 
