@@ -43,7 +43,7 @@ class ComparedRule(CheckRule):
 
 class Restart(ComparedRule):
     name = "restart"
-    sentence = "A restarted training begins with parameters, optimizer state or a learning rate that were not restored."
+    sentence = "A restart did not restore parameters, the state of the optimizer or the learning rate."
     sites = ("param", "scalar")
     needs = (
         "it needs attempts of one run, as of torchrun --standalone --max-restarts; recorder prove --resume tests others"
