@@ -29,8 +29,8 @@ NOTHING = 0
 """The rule set that selects no value."""
 _USUAL = f" keep={next(word for word, bit in KEEPS.items() if bit == KEEP_STATS)}"
 """The last words in the text of a rule that keeps only statistics, as most rules do."""
-_MAX_REMEMBERED = 16
-"""Masks are remembered for this many micro-steps, and calls of a module in each. Most modules are called once."""
+_FIRST_CALLS, _FIRST_MICRO_STEPS = 16, 1024
+"""Masks are remembered for so many calls of a module in so many micro-steps. Most modules are called once."""
 _MAX_COMPARED = 2000
 """The most paths that are compared with an unmatched pattern, to suggest similar ones. Each comparison takes 40 us."""
 
@@ -184,7 +184,7 @@ class RuleSelection:
                     if call in rule.call and (micro_step is None or micro_step in rule.micro_step)
                 )
             )
-            if call < _MAX_REMEMBERED and (micro_step or 0) < _MAX_REMEMBERED:
+            if call < _FIRST_CALLS and (micro_step or 0) < _FIRST_MICRO_STEPS:
                 self._first_calls[key] = mask
         return mask
 
