@@ -29,6 +29,8 @@ MAX_RANKS = 64
 _MAX_FINDINGS = 8
 """The most pairs of rule and module in a status, and so in labels of metrics. More findings count without a module."""
 
+_OF_SUMS = ("spike", "jump", "loss")
+"""The rules on losses and norms, which may be sums over the calls of a model."""
 _NONFINITE, NOT_FINITE = "nonfinite", "not finite"
 _LOOK_S = 0.05
 """The seconds between two looks at the statuses of the other ranks."""
@@ -70,7 +72,7 @@ class LiveFindings:
         self._count(finding, is_logged=True)
 
     def _is_noted(self, finding: Finding) -> bool:
-        return bool(self._uneven) and finding.root in ("", *self._uneven) and finding.site in ("scalar", "grad")
+        return bool(self._uneven) and finding.root in ("", *self._uneven) and finding.rule in _OF_SUMS
 
     def judge_program(self, roots: Sequence[Mapping[str, Any]]) -> None:
         """Take what the manifest says of the models. Wrong modes, arguments and optimizers are findings, each once.
