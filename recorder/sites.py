@@ -185,6 +185,8 @@ EVALUATION_LOSS = "eval_loss"
 """The scalar with the mean loss of an evaluation. The recorder finds it if the program gives no validation loss."""
 CLIP_NORM, CLIP_LIMIT = "clip.norm", "clip.max_norm"
 """The scalars of a clip: the norm of all gradients before it, 0 if it is not finite, and the limit of the program."""
+RATE = "lr."
+"""The beginning of the names of scalars that are learning rates; the optimizer and the group follow: ``lr.AdamW.0``."""
 _LOSS = re.compile(r"(.*[./])?loss")
 _VALIDATION = re.compile(
     r"(.*[./_])?(val|valid|validation|eval|evaluation|test|dev)[./_]loss(/dataloader_idx_\d+)?", re.IGNORECASE

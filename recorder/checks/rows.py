@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..sites import is_loss
+from ..sites import RATE, is_loss
 
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
@@ -49,7 +49,7 @@ class SeriesKey(NamedTuple):
     @property
     def is_rate(self) -> bool:
         """Whether the series is a learning rate."""
-        return self.site == "scalar" and self.name.startswith("lr.")
+        return self.site == "scalar" and self.name.startswith(RATE)
 
     @property
     def differs_by_batch(self) -> bool:

@@ -33,7 +33,7 @@ from ..layout.rules import (
 from ..read.metadata import unseen
 from ..read.run import RecordedRun
 from ..rules import hint, matches, parse_patterns
-from ..sites import CALL, NUMBERS, SITES, STATES
+from ..sites import CALL, NUMBERS, RATE, SITES, STATES
 from ..system.text import listed
 from .leaves import Comparison, LeafAcrossSteps, keys_of
 from .row_groups import FORWARD_OF, FindingLog, GroupedRows
@@ -346,7 +346,7 @@ def decide(question: Question) -> Decided:
 def _without_layout_rule(question: Question) -> Plan | NoPlan | None:
     value, site, chunks = question.value, question.site, question.value.chunks
     if site in NUMBERS and len({p.dtype for p in chunks}) == 1 and not any(p.shape for p in chunks):
-        if value.leaf.name.startswith("lr.") and len(chunks) > 1 and not question.comparison.are_equal():
+        if value.leaf.name.startswith(RATE) and len(chunks) > 1 and not question.comparison.are_equal():
             return NoPlan("per_rank", "the ranks have different learning rates, and their mean is the rate of none")
         return decide_scalar(chunks, question.comparison)
     is_plain = chunks[0].global_shape is None

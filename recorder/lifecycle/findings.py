@@ -20,6 +20,7 @@ from ..checks.causes import with_causes
 from ..checks.live import judge_program
 from ..checks.rows import Catalog
 from ..checks.rule import Finding, Severity
+from ..checks.rules.curves import Jump, Spike
 from ..format.rundir import STATUS
 from ..sites import SITE_OF
 from ..system import log
@@ -29,7 +30,7 @@ MAX_RANKS = 64
 _MAX_FINDINGS = 8
 """The most pairs of rule and module in a status, and so in labels of metrics. More findings count without a module."""
 
-_OF_SUMS = ("spike", "jump", "loss")
+_OF_SUMS = (Spike.name, Jump.name)
 """The rules on losses and norms, which may be sums over the calls of a model."""
 _NONFINITE, NOT_FINITE = "nonfinite", "not finite"
 _LOOK_S = 0.05

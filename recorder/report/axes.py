@@ -28,7 +28,7 @@ from ..read.run import list_paths
 from ..run.probe import probe_size, probe_tables
 from ..run.run import RecordedModule, RecordedWriter, Run
 from ..run.step_ranges import Attempts, cut_rows, first_parts, with_coded_texts
-from ..sites import SITE_OF, Kind
+from ..sites import RATE, SITE_OF, Kind
 from ..system.text import MODEL
 from .blocks import PageBlock
 
@@ -136,7 +136,7 @@ def values_of(table: Any, series: Integers, names: Sequence[str]) -> SeriesValue
 
 
 def _optimizer_of(rate: str) -> str:
-    return rate.removeprefix("lr.").rpartition(".")[0]
+    return rate.removeprefix(RATE).rpartition(".")[0]
 
 
 @dataclass(slots=True)
@@ -186,12 +186,12 @@ class Axes:
         losses = np.flatnonzero(is_scalar & holds(names, "loss".__eq__))
         if not len(losses):
             return table
-        optimizers = {_optimizer_of(one) for one in names.unique().to_pylist() if one and one.startswith("lr.")}
+        optimizers = {_optimizer_of(one) for one in names.unique().to_pylist() if one and one.startswith(RATE)}
         if len(optimizers | {*self.optimizer_of_loss.values()}) < 2:  # nearly all runs return here, whatever their size
             if optimizers:
                 (self.optimizer_of_loss["loss"],) = optimizers
             return table
-        rates = np.flatnonzero(is_scalar & holds(names, lambda name: name.startswith("lr.")))
+        rates = np.flatnonzero(is_scalar & holds(names, lambda name: name.startswith(RATE)))
         ranks, steps = integers(table.column("rank")), integers(table.column("step"))
         stepped: dict[tuple[int, int], dict[str, int]] = {}
         for row in rates.tolist():

@@ -9,7 +9,7 @@ import itertools
 import re
 import shlex
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import EntryPoint, entry_points
@@ -143,38 +143,40 @@ def check(
         lost = f" ({num_lost} rows)" if (num_lost := _num_lost(run)) else ""
         notes.append(f"the run is damaged, and what cannot be read{lost} was left out: {damage(run)}")
     steps = sorted(rows.steps)
-    has_update = any(key.site in ("param", "grad") for key in rows.catalog.series)
-    why_no_update = "" if has_update else _why_no_update(steps)
-    unjudged = _advised(run, verdict.unjudged, why_no_update)
+    unjudged = _advised(run, verdict.unjudged, steps, {key.site for key in rows.catalog.series})
     return Checked(findings, unjudged, len(chosen), rows.num_rows, rows.num_probed, steps, notes)
 
 
-def _why_no_update(steps: Sequence[int]) -> str:
-    """Return why a run has no parameters and gradients, which are recorded where an optimizer steps."""
-    if len(steps) > 1:
-        return "no optimizer of torch stepped, and parameters and gradients are recorded where one does"
-    return "the run ended before its first update" if steps == [0] else "no optimizer stepped after the recorded calls"
+def _why_no_update(run: Run, steps: Sequence[int]) -> str:
+    """Return why a run has nothing of a backward and an update, though rules select it. Empty if it is not known."""
+    if steps == [0]:
+        return "the run ended before its first update"
+    if len(steps) == 1:
+        return "no optimizer stepped after the recorded calls"
+    if any(writer.manifest.members.get("optimizers") for writer in run.writers):
+        return ""
+    return "no optimizer of torch stepped, and parameters and gradients are recorded where one does"
 
 
-def _advised(run: Run, unjudged: Sequence[Unjudged], why_no_update: str) -> list[Unjudged]:
-    """Remove useless advice to add a recording rule: the run had the rule, or no value that the rule selects."""
+def _advised(run: Run, unjudged: Sequence[Unjudged], steps: Sequence[int], recorded: Collection[str]) -> list[Unjudged]:
+    """Remove useless advice to add a recording rule: the run had the rule, or no value that the rule selects.
+
+    `recorded` has the sites of the values that the run has.
+    """
     modules = run.modules.values()
     is_known, buffers = any(one.params for one in modules), {name for one in modules for name in one.buffers}
     has_no_norm = is_known and not any(name.endswith(RUNNING_VARIANCE) for name in buffers)
     is_untrained = any(one.untrained for one in modules)
     rules = {rule for writer in run.writers for rule in read_rules(writer.manifest)[0]}
-    selected = {site for rule in rules for site in rule.site} if why_no_update else set()
+    why_no_update = "" if "param" in recorded or "grad" in recorded else _why_no_update(run, steps)
+    lacking = {site for rule in rules for site in rule.site}.intersection(_OF_UPDATES).difference(recorded)
     told: list[Unjudged] = []
     for one in unjudged:
         (wanted,) = parse_rules(one.setting, takes_unknown_sites=True) or (None,)
         if wanted is not None and wanted.site == ("buffer",) and has_no_norm:
             why = "no buffer of the model is the running variance of a norm" if buffers else "the model has no buffers"
             one = one._replace(why=why, setting="")
-        elif (
-            wanted is not None
-            and not selected.isdisjoint(_OF_UPDATES.intersection(wanted.site))
-            and (wanted.keep == KEEP_STATS)
-        ):
+        elif wanted is not None and why_no_update and wanted.keep == KEEP_STATS and lacking.intersection(wanted.site):
             one = one._replace(why=why_no_update, setting="")
         elif wanted is not None and wanted.site == ("grad",) and is_untrained and "no rows" in one.why:
             one = one._replace(why="no optimizer has a parameter with a gradient", setting="")
@@ -186,8 +188,8 @@ def _advised(run: Run, unjudged: Sequence[Unjudged], why_no_update: str) -> list
     return told
 
 
-_OF_UPDATES = frozenset(("param", "grad"))
-"""The sites of values that are recorded where an optimizer steps."""
+_OF_UPDATES = ("param", "grad", "grad_output", "scalar")
+"""The sites of values that a program has once it has made a backward and an update."""
 
 
 def _selects_inputs(rule: Rule) -> bool:

@@ -21,6 +21,7 @@ from ...errors import RunError
 from ...numerics.keys import array_of, by_key, column_of, group_rows
 from ...run.probe import MOST_PROBED, probe_size, probe_tables
 from ...run.run import Run
+from ...sites import RATE
 from ...system.text import counted, number
 
 _SAME = 1e-6
@@ -31,8 +32,6 @@ _RATES = 3
 """The learning rates in a row that are compared."""
 _BATCHES = 3
 """The batches in a row that must be those with which the run began."""
-_RATE = "lr."
-"""The beginning of the names of scalars that are learning rates."""
 
 
 class _Key(NamedTuple):
@@ -113,7 +112,7 @@ def _values_of(probe: Iterable[Any], rows: Any) -> Iterator[tuple[_Key, _Series]
         pieces = (np.split(array_of(table[name])[order], ends) for name in ("step", "l2"))
         for key, steps, values in zip(map(_Key, *cells), *pieces, strict=False):  # of no rows there is an empty piece
             found.setdefault(key, []).append((steps, values))
-    rows = rows.filter(pc.and_(pc.equal(rows["site"], "scalar"), pc.starts_with(rows["name"].cast(pa.string()), _RATE)))
+    rows = rows.filter(pc.and_(pc.equal(rows["site"], "scalar"), pc.starts_with(rows["name"].cast(pa.string()), RATE)))
     for row in rows.drop_null().to_pylist():
         key = _Key("scalar", "", "", row["name"], 1)
         found.setdefault(key, []).append((np.array([row["step"]]), np.array([row["mean"]])))
@@ -148,18 +147,17 @@ def _judge(before: _Values, now: _Values, attempt: str, counting: str) -> Iterat
         what = f"{attempt} has parameters of step {at}, and this one was not restored"
         yield _on(others[0], first, what, _LOAD, detail)
     if at == begin < first:
-        what = f"{attempt} continues at step {first} with the parameters with which the run began: {_NOT_LOADED}"
-        yield _on_model(first, what, _LOAD)
+        what = f"{attempt} continues at step {first} with the parameters with which the run began: "
+        yield _on_model(first, what + "the model was not restored", _LOAD)
     elif at > begin:
         if first == begin and counting:
             what = f"{attempt} has the parameters of step {at}, and {counting} counts its updates anew: "
             yield _on_model(first, what + "the state of the optimizer was not restored", _SAVE_STATE)
         else:
-            yield from _rates(known, now, first, restored, attempt)
+            yield from _rates(known, now, (first, at), range(min(restored) - 1, max(restored) + 2), attempt)
         yield from _batches(known, now, attempt)
 
 
-_NOT_LOADED = "the model was not restored"
 _LOAD = "load the checkpoint before the first step; load_state_dict with strict=True says which names do not match"
 _SAVE_STATE = "save and load optimizer.state_dict() with the model"
 
@@ -204,18 +202,25 @@ def _are_far(moving: Mapping[_Key, _Series], loaded: Mapping[_Key, float], first
     return first > begin and 2 * sum(is_far) > len(moving)
 
 
-def _rates(known: _Values, now: _Values, first: int, restored: list[int], attempt: str) -> Iterator[Finding]:
-    """Yield learning rates that differ. The optimizer's state brings the first one, and a scheduler those after it."""
+def _rates(known: _Values, now: _Values, first: tuple[int, int], near: range, attempt: str) -> Iterator[Finding]:
+    """Yield learning rates that differ. The optimizer's state brings the first one, and a scheduler those after it.
+
+    Args:
+        known: what the run had before.
+        now: what the attempt has.
+        first: the first step of the attempt, and the step that it has restored.
+        near: the steps whose learning rates the first step may have.
+        attempt: the attempt in words.
+    """
     for key, one in known.items():
         for more in range(_RATES) if key.site == "scalar" else ():
-            step = min(restored, key=lambda step: abs(step - first)) + more
-            rate, was = now[key].at(first + more), one.at(step)
-            near = range(min(restored) + more - 1, max(restored) + more + 2)
-            around = [value for step in near if np.isfinite(value := one.at(step))]
+            here, step = first[0] + more, first[1] + more
+            rate, was = now[key].at(here), one.at(step)
+            around = [value for other in near if np.isfinite(value := one.at(other + more))]
             if np.isfinite([rate, was]).all() and not min(around) * (1 - _SAME) <= rate <= max(around) * (1 + _SAME):
                 what = f"{attempt} has the learning rate {number(rate)}, which was {number(was)} at step {step} before"
                 advice = f"{_SAVE_STATE}, and that of the learning-rate scheduler, unless a new schedule is meant"
-                yield _on(key, first + more, what, advice)
+                yield _on(key, here, what, advice)
                 break
 
 

@@ -92,7 +92,7 @@ class Inventory:
         """By number of a module, the first step at which a parameter of it had a gradient and no optimizer. The program
         may yet make the optimizer, so the manifest says so from the second look on."""
         self._versions: int | None = None
-        """The sum of the version counters of all parameters at the last look."""
+        """The sum of the version counters of all trainable parameters at the last call of `_are_unchanged`."""
         self._taken_for_time: set[int] = set()
         """The numbers of the modules that were seen once to take the batch for the time."""
         self._evaluated_since: int | None = None
@@ -268,9 +268,7 @@ class Inventory:
         # Optimizers may have copies of the parameters, as those of mixed precision do. A model without an optimizer may
         # only pass gradients on, as that of a perceptual loss does. But if it is called before a model that two
         # optimizers have, one of them was to have it, unless the program changes its parameters, as of a mean.
-        before = self._versions
-        self._versions = sum(one._version for hooked in self._hooked for _, one in hooked.own("_parameters"))
-        is_forgotten = is_before_common and before in (None, self._versions)
+        is_forgotten = is_before_common and self._are_unchanged()
         may_be_so = optimized.has_copies or not (num_trained or optimized.unstepped & own or is_forgotten)
         if trains_others and may_be_so and sum(map(len, untrained.values())) >= num_trained:
             return
@@ -287,6 +285,12 @@ class Inventory:
                 continue
             if names != described.get("untrained", []):
                 self._add(i, {"untrained": names, "untrained_since": self._suspects.get(i, step)})
+
+    def _are_unchanged(self) -> bool:
+        """Return whether nothing has changed the parameters since the last call. The first call returns True."""
+        trainable = (one for hooked in self._hooked for _, one in hooked.own("_parameters") if one.requires_grad)
+        before, self._versions = self._versions, sum(one._version for one in trainable)
+        return before in (None, self._versions)
 
     def _look_at_batch(self, number: int, time_and_batch: tuple[int, int], step: int) -> None:
         """Note a module that takes the batch for the time: what it takes for the time is as long as the labels.

@@ -459,9 +459,10 @@ class Root:
         self.capture.resume()
         if self.capture.before_forward is not None and torch.is_grad_enabled():
             self.capture.before_forward()
+        training = self.is_training
         self.clock.begin(
             with_grad=torch.is_grad_enabled(),
-            training=self.is_training,
+            training=training,
             every_call_is_a_step=self.capture.every_call_is_a_step,
             is_first_call=self.num_calls == 0,
             is_stage=stage is not None,
@@ -478,7 +479,7 @@ class Root:
         self.num_calls += 1
         if torch.is_grad_enabled():
             self.capture.has_seen_forward = True
-            self.last_call = next(_calls) if self.is_training else 0
+            self.last_call = next(_calls) if training else 0
         if self.capture.is_step_in_force:
             self.capture.call_begins()
         else:

@@ -19,6 +19,7 @@ from recorder.checks.rule import Finding, Severity
 from recorder.checks.rules.comparing import Replica
 from recorder.checks.rules.data import ONE_BATCH
 from recorder.errors import ConfigError
+from recorder.rules import parse_rules
 from tests.rigs.handmade import HandmadeWriter, Row, ledger, make_row, make_run
 
 
@@ -419,3 +420,17 @@ def test_the_stages_of_a_pipeline_are_no_peers(tmp_path: Path, is_pipeline: bool
         writer.finish(roots=[root])
     found = check(recorder.open_run(run), ["outlier_rank"]).findings
     assert bool(found) is not is_pipeline
+
+
+@pytest.mark.parametrize(("optimizers", "said"), [([], True), ([{"name": "SGD", "class": "SGD"}], False)])
+def test_rules_that_are_advised_can_be_set_and_are_not_advised_without_an_optimizer(
+    tmp_path: Path, optimizers: list[dict[str, str]], said: bool
+) -> None:
+    run = make_run(tmp_path / "run")
+    writer = HandmadeWriter(run, 0)
+    writer.add_shard([rows_of(0, 3)])
+    writer.finish(rules=["site=output keep=stats", "site=param,grad steps=100 keep=stats"], optimizers=optimizers)
+    told = check(recorder.open_run(run)).unjudged
+    advised = [one.setting for one in told if one.setting]
+    assert advised and all(parse_rules(setting) for setting in advised)
+    assert any("no optimizer of torch stepped" in one.why for one in told) is said

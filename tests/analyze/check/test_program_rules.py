@@ -1068,3 +1068,26 @@ def test_a_model_is_named_whose_optimizer_has_another_model_by_mistake(tmp_path:
             of_generator.step()
     found = check(recording.run, rules=["not_optimized"]).findings
     assert {one.name for one in found} == (set() if held == "generator" else {"weight", "bias"})
+
+
+def test_a_parameter_that_was_made_in_inference_mode_disturbs_no_look(tmp_path: Path) -> None:
+    """Such a tensor has no version counter. Two optimizers share a model, so that versions are looked at."""
+
+    def make() -> nn.Module:
+        model = nn.Linear(4, 1)
+        with torch.inference_mode():
+            model.table = nn.Parameter(torch.ones(3), requires_grad=False)
+        return model
+
+    forgotten, shared = make(), make()
+    optimizers = [torch.optim.SGD(shared.parameters(), lr=1e-3) for _ in range(2)]
+    with flagged(tmp_path, "site=scalar keep=stats") as recording:
+        for _ in range(10):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+                x = torch.randn(8, 4)
+                (forgotten(x) + shared(x)).square().mean().backward()
+                optimizer.step()
+    assert recording.events("hook_error") == []
+    found = check(recording.run, rules=["not_optimized"]).findings
+    assert {one.name for one in found} == {"weight", "bias"}
