@@ -79,7 +79,7 @@ def restarts_of(run: Run) -> ComparisonResult:
     size = probe_size(writers)
     if size is None or size.num_numbers > MOST_PROBED:
         why = "the rules keep no number of parameters at every step" if size is None else "the probe is too large"
-        return ComparisonResult((), f"{Restart.needs}: {why}")
+        return ComparisonResult((), f"after the restart nothing was compared: {why}")
     findings: list[Finding] = []
     before: _Values = {}
     try:
@@ -92,7 +92,7 @@ def restarts_of(run: Run) -> ComparisonResult:
             findings += _judge(before, values, f"attempt {writer.attempt}", counting)
             before |= {key: before[key].replaced_by(one) if key in before else one for key, one in values.items()}
     except RunError as error:
-        return ComparisonResult(findings, f"{Restart.needs}: {error}")
+        return ComparisonResult(findings, f"the probe cannot be read: {error}")
     return ComparisonResult(findings, "")
 
 
