@@ -224,8 +224,8 @@ def print_reply(reply: Reply, *, as_json: bool) -> int:
 
 
 def say(text: str) -> None:
-    """Print one line of text on stdout."""
-    print(printable_line(text))
+    """Print one line of text on stdout at once, also in a pipe."""
+    print(printable_line(text), flush=True)
 
 
 def say_state(state: str, text: str) -> None:

@@ -228,7 +228,8 @@ def test_a_folder_that_no_run_is_in_yet_is_an_empty_list_that_waits(
 
 def test_ctrl_c_ends_it_while_a_page_is_open(folder: Path) -> None:
     command = [sys.executable, "-m", "recorder", "view", str(folder / "one")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as job:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as job:
         assert job.stdout is not None and job.stderr is not None
         found = None
         while found is None:  # a port in use is said first
