@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 _STORE_KEY = "recorder/run_id"
@@ -138,8 +139,8 @@ def run_id(topology: JobRank, *, deadline_s: float, environ: Mapping[str, str] |
     """Return the run's name, and whether all ranks are known to share the name. Runs on the writer thread.
 
     The name is torchrun's run id if that is a UUID, or Slurm's job and step if Slurm started the ranks. Otherwise the
-    ranks agree on a fresh name through the process group's store (compare-and-set). If they cannot, this process has
-    its own name.
+    ranks agree on a fresh name through a store (compare-and-set). The store of torchrun outlives its attempts, so they
+    have one name. If the ranks cannot agree, this process has its own name.
     """
     environ = os.environ if environ is None else environ
     elastic = environ.get("TORCHELASTIC_RUN_ID", "")
@@ -151,33 +152,52 @@ def run_id(topology: JobRank, *, deadline_s: float, environ: Mapping[str, str] |
     if job.isdigit() and _is_slurm_task(environ):
         return f"slurm-{job}-{step}", True
     fresh = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime()) + "-" + secrets.token_hex(4)
-    if topology.world_size == 1:
-        return fresh, True
-    agreed = _agree(fresh, deadline_s)
-    if agreed is not None:
-        return agreed, True
+    agreed = _agree(fresh, deadline_s, environ)
+    if agreed is not None or topology.world_size == 1:
+        return agreed or fresh, True
     host = re.sub(r"[^A-Za-z0-9.]+", "-", topology.host)[:64]
     return f"unjoined-{host}-{os.getpid()}-{fresh}", False
 
 
-def _agree(fresh: str, deadline_s: float) -> str | None:
+def _agree(fresh: str, deadline_s: float, environ: Mapping[str, str]) -> str | None:
+    """Return the name that the first rank has given to the run. Return None if no store can be asked."""
+    for opened in (_launcher_store, _group_store):
+        with contextlib.suppress(Exception):  # the store is gone or has no compare-and-set, so the next one is asked
+            store = opened(deadline_s, environ)
+            answer = None if store is None else store.compare_set(_STORE_KEY, "", fresh)
+            text = answer.decode() if isinstance(answer, bytes) else str(answer)
+            if store is not None and re.fullmatch(r"[0-9A-Za-z-]{1,80}", text):
+                return text
+    return None
+
+
+def _launcher_store(deadline_s: float, environ: Mapping[str, str]) -> Any:
+    """Connect to the store that torchrun keeps for all attempts of the ranks, if it keeps one."""
+    if environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+    host, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
+    store = TCPStore(host, port, is_master=False, timeout=_seconds(deadline_s), wait_for_workers=False)
+    return PrefixStore(f"recorder/{environ.get('TORCHELASTIC_RUN_ID')}", store)
+
+
+def _group_store(deadline_s: float, environ: Mapping[str, str]) -> Any:
+    """Return a connection of the recorder's own to the store of the default process group, if there is one."""
     if not is_distributed():
         return None
-    from datetime import timedelta
-
     from torch.distributed.distributed_c10d import _get_default_store
 
-    try:
-        store: Any = _get_default_store()
-        clone: Callable[[], Any] | None = getattr(store, "clone", None)
-        if clone is not None:
-            store = clone()  # the training thread may be using the present connection in a barrier
-        store.set_timeout(timedelta(seconds=max(0.1, deadline_s)))
-        answer = store.compare_set(_STORE_KEY, "", fresh)
-        text = answer.decode() if isinstance(answer, bytes) else str(answer)
-        return text if re.fullmatch(r"[0-9A-Za-z-]{1,80}", text) else None
-    except Exception:  # the store is gone or has no compare-and-set, and the caller has another name
-        return None
+    store: Any = _get_default_store()
+    clone: Callable[[], Any] | None = getattr(store, "clone", None)
+    if clone is not None:
+        store = clone()  # the training thread may be using the present connection in a barrier
+    store.set_timeout(_seconds(deadline_s))
+    return store
+
+
+def _seconds(duration_s: float) -> timedelta:
+    return timedelta(seconds=max(0.1, duration_s))
 
 
 class JobStore:

@@ -68,5 +68,22 @@ def test_only_what_all_ranks_have_names_a_run() -> None:
         assert first != second and first[1] and second[1] and not first[0].startswith("slurm")
 
 
+def test_ranks_of_torchrun_share_a_name_before_there_is_a_process_group() -> None:
+    from torch._C._distributed_c10d import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "none", "MASTER_ADDR": "127.0.0.1"}
+    environ = {**TORCHRUN, **agent, "MASTER_PORT": str(store.port)}
+    first, again, other = (
+        run_id(read(changed), deadline_s=5.0, environ=changed)
+        for changed in (environ, {**environ, "RANK": "0"}, {**environ, "TORCHELASTIC_RUN_ID": "101"})
+    )
+    assert first == again and first[1]
+    assert other != first, "of another job on this store"
+    del store
+    name, is_shared = run_id(read(environ), deadline_s=0.1, environ=environ)
+    assert name.startswith("unjoined") and not is_shared
+
+
 def test_the_attempt_counts_restarts_of_the_job_and_of_the_launcher() -> None:
     assert read({"SLURM_RESTART_COUNT": "2", "TORCHELASTIC_RESTART_COUNT": "3"}).attempt == 2003

@@ -96,3 +96,16 @@ def test_a_restarted_job_stays_one_run_with_writers_of_their_own(tmp_path: Path)
     frame = run.to_pandas()
     last = frame[(frame["attempt"] == 1) & (frame["site"] == "output") & (frame["module_path"] == "0")]
     assert sorted(zip(last["rank"], last["step"], strict=True)) == [(r, s) for r in (0, 1) for s in range(20)]
+
+
+@pytest.mark.parametrize("options", [(), ("--rdzv-backend=c10d", "--rdzv-id=100")], ids=["static", "c10d"])
+def test_a_restart_stays_one_run_where_no_run_id_is_unique(tmp_path: Path, options: tuple[str, ...]) -> None:
+    port = jobs.free_port()
+    address = f"--rdzv-endpoint=127.0.0.1:{port}" if options else f"--master-port={port}"
+    launched = ("--nproc-per-node=1", "--max-restarts=1", address, *options)
+    jobs.succeeded(
+        jobs.torchrun(tmp_path, LOOP, "--end=exception", "--attempt=0", options=launched, **jobs.recording())
+    )
+    (run,) = runs_in(tmp_path)
+    assert [(writer.rank, writer.attempt) for writer in run.writers] == [(0, 0), (0, 1)]
+    assert run.problems == []
