@@ -1,14 +1,19 @@
 """Compares what a restart begins with to what the run had before, for the check rule `restart`.
 
-A launcher starts a training again as another attempt of the same run. The probe has the norm of each parameter at each
-step before the update, so it shows which step's parameters an attempt has loaded: equal bits have equal norms. Numbers
-of steps are no proof, because a `GradScaler` skips updates, and a program may count in its own way.
+A launcher starts a training again as another attempt of the same run, and a person as a run of its own. The probe has
+the norm of each parameter at each step before the update, so it shows which step's parameters an attempt has loaded:
+equal bits have equal norms. Numbers of steps are no proof, because a `GradScaler` skips updates, and a program may
+count in its own way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+import functools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,10 +22,11 @@ import pyarrow.compute as pc
 
 from ...checks.rule import ComparisonResult, Finding, Severity
 from ...checks.rules.comparing import Restart
-from ...errors import RunError
+from ...errors import RecorderError, RunError
 from ...numerics.keys import array_of, by_key, column_of, group_rows
+from ...run.finding import runs_in
 from ...run.probe import MOST_PROBED, probe_size, probe_tables
-from ...run.run import Run
+from ...run.run import RecordedWriter, Run, open_location
 from ...sites import RATE
 from ...system.text import counted, number
 
@@ -30,6 +36,10 @@ _ROUNDED = 5e-4
 """The relative change of a norm that rounding to 16 bits does not reach."""
 _RATES = 3
 """The learning rates in a row that are compared."""
+_MOST_EARLIER = 3
+"""The most earlier runs of the program that are read. The last ones may have failed before their first step."""
+_MOMENT = re.compile(r"-\d{8}-\d{6}(-\d+)?$")
+"""The end of a run's name that the recorder made. Before it stands the program."""
 _BATCHES = 3
 """The batches in a row that must be those with which the run began."""
 
@@ -68,38 +78,83 @@ _Values = dict[_Key, _Series]
 
 
 def restarts_of(run: Run) -> ComparisonResult:
-    """Return what the first rank with several attempts did not restore, as findings."""
+    """Return, as findings, what attempts of a rank did not restore, and what the run did not restore of an earlier run.
+
+    The rank is the first one with several attempts, or the first one.
+    """
     attempts = by_key((one.rank, one.attempt) for one in run.writers if one.rank is not None)
-    rank = min((rank for rank, numbers in attempts.items() if len(set(numbers)) > 1), default=None)
-    if rank is None:
-        return ComparisonResult((), Restart.needs)
-    of_rank = sorted((one for one in run.writers if one.rank == rank), key=lambda one: one.started_ns)
-    newest = {one.attempt: one for one in of_rank}
-    writers = [newest[attempt] for attempt in sorted(newest)]
-    size = probe_size(writers)
-    if size is None or size.num_numbers > MOST_PROBED:
-        why = "the rules keep no number of parameters at every step" if size is None else "the probe is too large"
-        return ComparisonResult((), f"after the restart nothing was compared: {why}")
+    several = [rank for rank, numbers in attempts.items() if len(set(numbers)) > 1]
+    rank = min(several or attempts, default=None)
     findings: list[Finding] = []
-    before: _Values = {}
+    continued = None
     try:
+        writers = _attempts(run, rank)
+        if why := _why_not_read(writers):
+            why = f"after the restart nothing was compared: {why}" if several else Restart.needs
+            return ComparisonResult((), why)
+        before: _Values = {}
         for writer in writers:
-            rows = pa.table({name: writer.column(name) for name in ("site", "name", "step", "mean")})
-            values = dict(_values_of(probe_tables([writer]), rows))
-            optimizers = writer.manifest.members.get("optimizers") or [{}]
-            is_by_state = writer.manifest.step_source == "optimizer"
-            counting = str(optimizers[0].get("class", "the optimizer")) if is_by_state else ""
-            findings += _judge(before, values, f"attempt {writer.attempt}", counting)
-            before |= {key: before[key].replaced_by(one) if key in before else one for key, one in values.items()}
+            values = _read(writer)
+            if writer is writers[0]:
+                continued = _earlier(run, rank, values)
+                if continued is not None:
+                    findings += _judge(continued.values, values, "the run", continued.name, _counting(writer))
+            else:
+                findings += _judge(before, values, f"attempt {writer.attempt}", "", _counting(writer))
+            before = _replaced(before, values)
     except RunError as error:
         return ComparisonResult(findings, f"the probe cannot be read: {error}")
-    return ComparisonResult(findings, "")
+    if continued is None:
+        return ComparisonResult(findings, "" if several else Restart.needs)
+    note = f"the run began with parameters of {continued.name}, of its step {continued.step}"
+    return ComparisonResult(findings, "", [note])
 
 
-def _values_of(probe: Iterable[Any], rows: Any) -> Iterator[tuple[_Key, _Series]]:
-    """Yield the norms of parameters and of the model's inputs, and the learning rates, of one attempt."""
+class _Earlier(NamedTuple):
+    name: str
+    values: _Values
+    step: int
+    """The step of which the later run has parameters."""
+
+
+def _earlier(run: Run, rank: int | None, now: _Values) -> _Earlier | None:
+    """Return what the newest earlier run of the program had whose parameters the run began with. None without one."""
+    folder = run.path.parent
+    if not isinstance(folder, Path):  # a listing of an object store may take long
+        return None
+    program = _MOMENT.sub("", run.name)
+    earlier = [
+        one for one in runs_in(folder)
+        if one.created_ns < (run.manifest.created_ns or 0) and _MOMENT.sub("", one.name) == program and one.run_id
+    ]  # fmt: skip
+    for one in earlier[-_MOST_EARLIER:][::-1]:
+        with suppress(RecorderError):  # a run that cannot be opened has problems of its own
+            writers = _attempts(open_location(one.location), rank)
+            if not _why_not_read(writers):
+                values = functools.reduce(_replaced, (_read(writer) for writer in writers))
+                if start := _Start.of(values, now, is_other_run=True):
+                    return _Earlier(one.name, values, start.step)
+    return None
+
+
+def _attempts(run: Run, rank: int | None) -> list[RecordedWriter]:
+    """Return the newest writer of each attempt of a rank, the first attempt first."""
+    of_rank = sorted((one for one in run.writers if one.rank == rank), key=lambda one: one.started_ns)
+    newest = {one.attempt: one for one in of_rank}
+    return [newest[attempt] for attempt in sorted(newest)]
+
+
+def _why_not_read(writers: Sequence[RecordedWriter]) -> str:
+    size = probe_size(writers)
+    if size is None:
+        return "the rules keep no number of parameters at every step"
+    return "the probe is too large" if size.num_numbers > MOST_PROBED else ""
+
+
+def _read(writer: RecordedWriter) -> _Values:
+    """Return the norms of parameters and of the model's inputs, and the learning rates, of one attempt."""
     found: dict[_Key, list[tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]]] = {}
-    for table in probe:
+    for table in probe_tables([writer]):
         is_wanted = pc.or_(
             pc.equal(table["site"], "param"),
             pc.and_(pc.equal(table["site"], "input"), pc.equal(table["module_path"], "")),
@@ -112,76 +167,139 @@ def _values_of(probe: Iterable[Any], rows: Any) -> Iterator[tuple[_Key, _Series]
         pieces = (np.split(array_of(table[name])[order], ends) for name in ("step", "l2"))
         for key, steps, values in zip(map(_Key, *cells), *pieces, strict=False):  # of no rows there is an empty piece
             found.setdefault(key, []).append((steps, values))
+    rows = pa.table({name: writer.column(name) for name in ("site", "name", "step", "mean")})
     rows = rows.filter(pc.and_(pc.equal(rows["site"], "scalar"), pc.starts_with(rows["name"].cast(pa.string()), RATE)))
     for row in rows.drop_null().to_pylist():
         key = _Key("scalar", "", "", row["name"], 1)
         found.setdefault(key, []).append((np.array([row["step"]]), np.array([row["mean"]])))
+    read: _Values = {}
     for key, some in found.items():
         steps, values = map(np.concatenate, zip(*some, strict=True))
         unique, first = np.unique(steps, return_index=True)
-        yield key, _Series(unique, values[first])
+        read[key] = _Series(unique, values[first])
+    return read
 
 
-def _judge(before: _Values, now: _Values, attempt: str, counting: str) -> Iterator[Finding]:
-    """Yield what an attempt did not restore. `counting` is the optimizer whose state counts its steps, if one does."""
-    known = {key: before[key] for key in now if key in before}
-    moving = {key: one for key, one in known.items() if key.site == "param" and np.ptp(one.values) > 0}
-    if not moving:
-        return
-    first = min(int(now[key].steps[0]) for key in moving)
-    moving = {key: one for key, one in moving.items() if int(now[key].steps[0]) == first}
-    loaded = {key: float(now[key].values[0]) for key in moving}
-    begin = min(int(one.steps[0]) for one in moving.values())
-    restored = _restored_steps([one.where(loaded[key]) for key, one in moving.items()], first, begin)
-    if not restored:
-        if _are_far(moving, loaded, first, begin):
-            what = f"{attempt} continues at step {first} with other parameters than the run had at this step: "
-            yield _on_model(first, what + "other weights were loaded, or none", _LOAD)
-        return
-    at = min(restored, key=lambda step: abs(step - first))
-    others = [key for key, one in moving.items() if not _are_same(one.at(at), loaded[key])]
-    if others and at > begin:
-        is_new = _are_same(float(moving[others[0]].values[0]), loaded[others[0]])
-        detail = f"it is one of {len(others)} that were not, of {counted(len(moving), 'parameter')}"
-        detail += "; its norm is that with which the run began" if is_new else ""
-        what = f"{attempt} has parameters of step {at}, and this one was not restored"
-        yield _on(others[0], first, what, _LOAD, detail)
-    if at == begin < first:
-        what = f"{attempt} continues at step {first} with the parameters with which the run began: "
-        yield _on_model(first, what + "the model was not restored", _LOAD)
-    elif at > begin:
-        if first == begin and counting:
-            what = f"{attempt} has the parameters of step {at}, and {counting} counts its updates anew: "
-            yield _on_model(first, what + "the state of the optimizer was not restored", _SAVE_STATE)
+def _replaced(before: _Values, later: _Values) -> _Values:
+    """Return what several attempts had, of which the later one replaces steps of those before."""
+    return before | {key: before[key].replaced_by(one) if key in before else one for key, one in later.items()}
+
+
+def _counting(writer: RecordedWriter) -> str:
+    """Return the optimizer whose state counts the steps. Empty if none does."""
+    optimizers = writer.manifest.members.get("optimizers") or [{}]
+    return str(optimizers[0].get("class", "the optimizer")) if writer.manifest.step_source == "optimizer" else ""
+
+
+class _Start(NamedTuple):
+    """With what an attempt begins."""
+
+    moving: dict[_Key, _Series]
+    """The parameters that changed before the attempt and that it has at its first step, as they were before."""
+    loaded: dict[_Key, float]
+    """What these are at the first step."""
+    first: int
+    """The first step of the attempt."""
+    begin: int
+    """The first step before the attempt."""
+    restored: list[int]
+    """The steps before whose parameters were loaded: several if updates were skipped, and none if unknown."""
+
+    @property
+    def step(self) -> int:
+        """The step of `restored` that is nearest to the first one."""
+        return min(self.restored, key=lambda step: abs(step - self.first))
+
+    @classmethod
+    def of(cls, before: _Values, now: _Values, *, is_other_run: bool) -> _Start | None:
+        """Return None if parameters tell nothing, or if nothing shows that a run continues another one."""
+        moving = {key: before[key] for key in now if key in before and key.site == "param"}
+        moving = {key: one for key, one in moving.items() if np.ptp(one.values) > 0}
+        if not moving:
+            return None
+        first = min(int(now[key].steps[0]) for key in moving)
+        moving = {key: one for key, one in moving.items() if int(now[key].steps[0]) == first}
+        loaded = {key: float(now[key].values[0]) for key in moving}
+        begin = min(int(one.steps[0]) for one in moving.values())
+        hits = [one.where(loaded[key]) for key, one in moving.items()]
+        restored = _restored_steps(hits, first, begin, max(len(hits) / 2, 2) if is_other_run else 0)
+        continues = bool(restored) and (first > begin or max(restored) > begin)
+        return cls(moving, loaded, first, begin, restored) if continues or not is_other_run else None
+
+
+def _judge(before: _Values, now: _Values, attempt: str, other: str, counting: str) -> list[Finding]:
+    """Return what an attempt did not restore, or what a run did not of another one.
+
+    Args:
+        before: what the attempts before had, or the other run.
+        now: what the attempt has.
+        attempt: the attempt in words.
+        other: the name of the other run; empty for an attempt.
+        counting: the optimizer whose state counts the steps of the attempt, if one does.
+    """
+    start = _Start.of(before, now, is_other_run=bool(other))
+    if start is None:
+        return []
+    if not start.restored:
+        what = f"{attempt} continues at step {start.first} with other parameters than the run had at this step: "
+        is_far = not other and _are_far(start.moving, start.loaded, start.first, start.begin)
+        return [_on_model(start.first, what + "other weights were loaded, or none", _LOAD)] if is_far else []
+    at = start.step
+    of_other, earlier = (f" of {other}", other) if other else ("", "the run")
+    findings = [*_parameters(start, at, attempt, of_other, earlier)]
+    if at > start.begin:
+        if start.first == start.begin and counting:
+            what = f"{attempt} has the parameters of step {at}{of_other}, and {counting} counts its updates anew: "
+            findings.append(_on_model(start.first, what + "the state of the optimizer was not restored", _SAVE_STATE))
         else:
-            yield from _rates(known, now, (first, at), range(min(restored) - 1, max(restored) + 2), attempt)
-        yield from _batches(known, now, attempt)
+            known = {key: before[key] for key in now if key in before}
+            near = range(min(start.restored) - 1, max(start.restored) + 2)
+            findings += _rates(known, now, (start.first, at), near, attempt, of_other)
+        findings += _batches(before, now, attempt, earlier)
+    is_new_phase = other and start.first == start.begin  # perhaps on purpose
+    return [one._replace(severity=Severity.NOTE) if is_new_phase else one for one in findings]
+
+
+def _parameters(start: _Start, at: int, attempt: str, of_other: str, earlier: str) -> Iterator[Finding]:
+    """Yield parameters that are not of the step `at`, of which others are."""
+    others = [key for key, one in start.moving.items() if not _are_same(one.at(at), start.loaded[key])]
+    if others and at > start.begin:
+        is_new = _are_same(float(start.moving[others[0]].values[0]), start.loaded[others[0]])
+        detail = f"it is one of {len(others)} that were not, of {counted(len(start.moving), 'parameter')}"
+        detail += f"; its norm is that with which {earlier} began" if is_new else ""
+        what = f"{attempt} has parameters of step {at}{of_other}, and this one was not restored"
+        yield _on(others[0], start.first, what, _LOAD, detail)
+    if at == start.begin < start.first:
+        what = f"{attempt} continues at step {start.first} with the parameters with which {earlier} began: "
+        yield _on_model(start.first, what + "the model was not restored", _LOAD)
 
 
 _LOAD = "load the checkpoint before the first step; load_state_dict with strict=True says which names do not match"
 _SAVE_STATE = "save and load optimizer.state_dict() with the model"
 
 
-def _restored_steps(hits: list[npt.NDArray[np.int64]], first: int, begin: int) -> list[int]:
-    """Return the steps of which an attempt has parameters: several if updates were skipped, and none if unknown.
+def _restored_steps(hits: list[npt.NDArray[np.int64]], first: int, begin: int, least: float) -> list[int]:
+    """Return the steps of which an attempt has parameters.
 
     Args:
         hits: for each parameter, the steps at which its norm was what it is now.
         first: the first step of the attempt. If the run had any of the parameters then, that is the step.
         begin: the first step of the run. If the steps begin anew, so may the training. Then a later step counts only if
             more than one parameter is of this step, because the norm of one may be the same by chance.
+        least: how many parameters must be of one step. 0 for an attempt, of which it is known that it continues.
     """
+    if first == begin:  # a parameter that did not change at once, such as a bias, is of the first step
+        hits = [steps[:1] if begin in steps else steps for steps in hits]
     steps, counts = np.unique(np.concatenate(hits), return_counts=True)
     if first > begin and first in steps:
         all_restored = steps[counts == len(hits)].tolist()
-        return all_restored if first in all_restored else [first]
-    least = max(len(hits) / 2, 1)
+        return all_restored if first in all_restored else [first] if counts[steps == first] >= least else []
     if first == begin:
         if (counts[steps == begin] == len(hits)).any():
             return [begin]
-        steps, counts, least = steps[steps > begin], counts[steps > begin], min(len(hits), 2)
+        steps, counts, least = steps[steps > begin], counts[steps > begin], least or min(len(hits), 2)
     most = counts.max(initial=0)
-    return steps[counts == most].tolist() if most >= least else []
+    return steps[counts == most].tolist() if most >= (least or max(len(hits) / 2, 1)) else []
 
 
 def _are_same(a: float, b: float) -> bool:
@@ -202,7 +320,9 @@ def _are_far(moving: Mapping[_Key, _Series], loaded: Mapping[_Key, float], first
     return first > begin and 2 * sum(is_far) > len(moving)
 
 
-def _rates(known: _Values, now: _Values, first: tuple[int, int], near: range, attempt: str) -> Iterator[Finding]:
+def _rates(
+    known: _Values, now: _Values, first: tuple[int, int], near: range, attempt: str, of: str
+) -> Iterator[Finding]:
     """Yield learning rates that differ. The optimizer's state brings the first one, and a scheduler those after it.
 
     Args:
@@ -211,6 +331,7 @@ def _rates(known: _Values, now: _Values, first: tuple[int, int], near: range, at
         first: the first step of the attempt, and the step that it has restored.
         near: the steps whose learning rates the first step may have.
         attempt: the attempt in words.
+        of: the run of the steps before in words, if it is another one.
     """
     for key, one in known.items():
         for more in range(_RATES) if key.site == "scalar" else ():
@@ -218,19 +339,20 @@ def _rates(known: _Values, now: _Values, first: tuple[int, int], near: range, at
             rate, was = now[key].at(here), one.at(step)
             around = [value for other in near if np.isfinite(value := one.at(other + more))]
             if np.isfinite([rate, was]).all() and not min(around) * (1 - _SAME) <= rate <= max(around) * (1 + _SAME):
-                what = f"{attempt} has the learning rate {number(rate)}, which was {number(was)} at step {step} before"
+                had = f"{number(was)} at step {step}{of or ' before'}"
+                what = f"{attempt} has the learning rate {number(rate)}, which was {had}"
                 advice = f"{_SAVE_STATE}, and that of the learning-rate scheduler, unless a new schedule is meant"
                 yield _on(key, here, what, advice)
                 break
 
 
-def _batches(known: _Values, now: _Values, attempt: str) -> Iterator[Finding]:
-    for key, one in known.items():
-        if key.site == "input":
+def _batches(before: _Values, now: _Values, attempt: str, earlier: str) -> Iterator[Finding]:
+    for key, one in before.items():
+        if key.site == "input" and key in now:
             begun, again = one.values[:_BATCHES], now[key].values[:_BATCHES]
             is_same = len(again) == len(begun) == _BATCHES and np.allclose(begun, again, rtol=_SAME, atol=0.0)
             if is_same and len(np.unique(begun)) == _BATCHES:
-                what = f"{attempt} reads the batches with which the run began"
+                what = f"{attempt} reads the batches with which {earlier} began"
                 advice = "restore the position in the data, unless the training is to see these batches again"
                 yield _on(key, int(now[key].steps[0]), what, advice)._replace(severity=Severity.NOTE)
                 return

@@ -46,7 +46,7 @@ class Restart(ComparedRule):
     sentence = "A restart did not restore parameters, the state of the optimizer or the learning rate."
     sites = ("param", "scalar")
     needs = (
-        "it needs attempts of one run, as of torchrun --standalone --max-restarts; recorder prove --resume tests others"
+        "it needs another attempt of the run, or a run in this folder that it continues; see recorder prove --resume"
     )
     advice = "load what the checkpoint has before the first step"
 

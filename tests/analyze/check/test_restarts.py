@@ -91,3 +91,43 @@ def test_a_nan_at_a_step_that_a_restart_repeated_is_noted(folder: Path) -> None:
 def test_batches_from_the_beginning_are_noted(judged: Judged) -> None:
     (one,) = judged("batches")
     assert (one.severity, one.site, one.name, one.step) == (Severity.NOTE, "input", "input", 20)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folders of the cases, with two runs each."""
+    folder = tmp_path_factory.mktemp("runs")
+    for again, code in (("0", 3), ("1", 0)):
+        assert jobs.python(folder, SCRIPT, *CASES, AGAIN=again).wait().returncode == code
+    return folder
+
+
+@pytest.mark.parametrize("case", CASES[:4])
+def test_a_run_that_continues_another_one_may_restore_all_or_nothing(runs: Path, case: str) -> None:
+    run = recorder.open_run(runs / case)
+    checked = check(run, ["restart"])
+    assert checked.findings == []
+    assert bool(checked.unjudged) == (case in ("scratch", "rounded")), "these do not have the bits of another run"
+    first = recorder.open_run(runs / case / "@-2")
+    note = f"the run began with parameters of {first.name}, of its step 20"
+    assert (note in checked.notes) == (case in ("sound", "sgd"))
+    assert first.run_id != run.run_id and check(first, ["restart"]).unjudged != []
+
+
+@pytest.mark.parametrize(
+    ("case", "severity", "said"),
+    [
+        ("model", Severity.WARNING, "the run continues at step 20 with the parameters with which {first} began"),
+        ("partial", Severity.WARNING, "the run has parameters of step 20 of {first}, and this one was not restored"),
+        ("state", Severity.NOTE, "the run has the parameters of step 20 of {first}, and Adam counts its updates anew"),
+        ("schedule", Severity.WARNING, "the run has the learning rate 0.01, which was 0.005 at step 20 of {first}"),
+        ("batches", Severity.NOTE, "the run reads the batches with which {first} began"),
+    ],
+)
+def test_what_a_run_did_not_restore_of_another_one_is_named(
+    runs: Path, case: str, severity: Severity, said: str
+) -> None:
+    (one,) = check(recorder.open_run(runs / case), ["restart"]).findings
+    assert one.severity == severity and one.what.startswith(
+        said.format(first=recorder.open_run(runs / case / "@-2").name)
+    )

@@ -1,4 +1,7 @@
-"""Trains a small model in several cases. The second attempt restores all, or all but what the name of the case says."""
+"""Trains a small model in several cases. The second attempt restores all, or all but what the name of the case says.
+
+With `AGAIN` set to 0 or 1, the attempts are runs of their own.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +64,7 @@ def train(case: str, attempt: int) -> None:
 
 
 if __name__ == "__main__":
-    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    attempt = int(os.environ.get("AGAIN") or os.environ["TORCHELASTIC_RESTART_COUNT"])
     for case in sys.argv[1:]:
         train(case, attempt)
     sys.exit(0 if attempt else 3)
