@@ -152,11 +152,11 @@ def _why_not_read(writers: Sequence[RecordedWriter]) -> str:
 
 
 def _read(writer: RecordedWriter) -> _Values:
-    """Return the norms of parameters and of the model's inputs, and the learning rates, of one attempt."""
+    """Return the norms of parameters, updates and the model's inputs, and the learning rates, of one attempt."""
     found: dict[_Key, list[tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]]] = {}
     for table in probe_tables([writer]):
         is_wanted = pc.or_(
-            pc.equal(table["site"], "param"),
+            pc.is_in(table["site"].cast(pa.string()), pa.array(["param", "update"])),
             pc.and_(pc.equal(table["site"], "input"), pc.equal(table["module_path"], "")),
         )
         table = table.filter(pc.and_(is_wanted, pc.equal(table["mode"], "train")))
@@ -202,6 +202,10 @@ class _Start(NamedTuple):
     """The first step of the attempt."""
     begin: int
     """The first step before the attempt."""
+    end: int
+    """The step after the last one before the attempt."""
+    hits: dict[_Key, npt.NDArray[np.int64]]
+    """The steps before that a parameter may be of."""
     restored: list[int]
     """The steps before whose parameters were loaded: several if updates were skipped, and none if unknown."""
 
@@ -221,10 +225,34 @@ class _Start(NamedTuple):
         moving = {key: one for key, one in moving.items() if int(now[key].steps[0]) == first}
         loaded = {key: float(now[key].values[0]) for key in moving}
         begin = min(int(one.steps[0]) for one in moving.values())
-        hits = [one.where(loaded[key]) for key, one in moving.items()]
-        restored = _restored_steps(hits, first, begin, max(len(hits) / 2, 2) if is_other_run else 0)
-        continues = bool(restored) and (first > begin or max(restored) > begin)
-        return cls(moving, loaded, first, begin, restored) if continues or not is_other_run else None
+        end = max(int(one.steps[-1]) for one in moving.values()) + 1
+        hits = {key: one.where(loaded[key]) for key, one in moving.items()}
+        least = max(len(hits) / 2, 2) if is_other_run else 0
+        restored = _restored_steps([*hits.values()], first, begin, least)
+        if is_other_run and not restored and first in (begin, end):
+            hits, is_at_end = _after(before, moving, loaded, end)
+            restored = [end] * (sum(is_at_end) >= least)
+        if is_other_run and not (restored and (first > begin or max(restored) > begin)):
+            return None
+        return cls(moving, loaded, first, begin, end, hits, restored)
+
+
+def _after(
+    before: _Values, moving: Mapping[_Key, _Series], loaded: Mapping[_Key, float], end: int
+) -> tuple[dict[_Key, npt.NDArray[np.int64]], list[bool]]:
+    """Return which parameters may be those after the last update, and which are no others.
+
+    These were not recorded. An update changes the norm of a parameter by at most the norm of the update.
+    """
+    hits, is_at_end = {}, []
+    for key, one in moving.items():
+        update = before.get(key._replace(site="update"), one)
+        reach = (1 + _ROUNDED) * update.at(end - 1)
+        last = one.at(end - 1)
+        is_near = abs(loaded[key] - last) <= reach
+        hits[key] = np.array([end] * bool(is_near))
+        is_at_end.append(bool(is_near and abs(one.values[0] - last) > 2 * reach))
+    return hits, is_at_end
 
 
 def _judge(before: _Values, now: _Values, attempt: str, other: str, counting: str) -> list[Finding]:
@@ -251,6 +279,8 @@ def _judge(before: _Values, now: _Values, attempt: str, other: str, counting: st
         if start.first == start.begin and counting:
             what = f"{attempt} has the parameters of step {at}{of_other}, and {counting} counts its updates anew: "
             findings.append(_on_model(start.first, what + "the state of the optimizer was not restored", _SAVE_STATE))
+        elif at == start.end:
+            findings += _first_rates(before, now, start, attempt, of_other)
         else:
             known = {key: before[key] for key in now if key in before}
             near = range(min(start.restored) - 1, max(start.restored) + 2)
@@ -262,7 +292,7 @@ def _judge(before: _Values, now: _Values, attempt: str, other: str, counting: st
 
 def _parameters(start: _Start, at: int, attempt: str, of_other: str, earlier: str) -> Iterator[Finding]:
     """Yield parameters that are not of the step `at`, of which others are."""
-    others = [key for key, one in start.moving.items() if not _are_same(one.at(at), start.loaded[key])]
+    others = [key for key, steps in start.hits.items() if at not in steps]
     if others and at > start.begin:
         is_new = _are_same(float(start.moving[others[0]].values[0]), start.loaded[others[0]])
         detail = f"it is one of {len(others)} that were not, of {counted(len(start.moving), 'parameter')}"
@@ -276,6 +306,7 @@ def _parameters(start: _Start, at: int, attempt: str, of_other: str, earlier: st
 
 _LOAD = "load the checkpoint before the first step; load_state_dict with strict=True says which names do not match"
 _SAVE_STATE = "save and load optimizer.state_dict() with the model"
+_RATES_ADVICE = f"{_SAVE_STATE}, and that of the learning-rate scheduler, unless a new schedule is meant"
 
 
 def _restored_steps(hits: list[npt.NDArray[np.int64]], first: int, begin: int, least: float) -> list[int]:
@@ -341,9 +372,20 @@ def _rates(
             if np.isfinite([rate, was]).all() and not min(around) * (1 - _SAME) <= rate <= max(around) * (1 + _SAME):
                 had = f"{number(was)} at step {step}{of or ' before'}"
                 what = f"{attempt} has the learning rate {number(rate)}, which was {had}"
-                advice = f"{_SAVE_STATE}, and that of the learning-rate scheduler, unless a new schedule is meant"
-                yield _on(key, here, what, advice)
+                yield _on(key, here, what, _RATES_ADVICE)
                 break
+
+
+def _first_rates(before: _Values, now: _Values, start: _Start, attempt: str, of: str) -> Iterator[Finding]:
+    """Yield, as notes, learning rates that are again as at the first step, after the last step."""
+    for key, one in before.items():
+        if key.site == "scalar" and key in now:
+            rate, was = now[key].at(start.first), one.at(start.end - 1)
+            is_first = rate > 0 and _are_same(rate, one.at(start.begin))
+            if is_first and np.isfinite(was) and not _are_same(rate, was):
+                had = f"which was {number(was)} at step {start.end - 1}{of}"
+                what = f"{attempt} begins with the learning rate {number(rate)} of the first step, {had}"
+                yield _on(key, start.first, what, _RATES_ADVICE)._replace(severity=Severity.NOTE)
 
 
 def _batches(before: _Values, now: _Values, attempt: str, earlier: str) -> Iterator[Finding]:

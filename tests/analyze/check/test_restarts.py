@@ -27,6 +27,7 @@ CASES = (
     "nan",
 )
 """The first four are sound."""
+OF_THE_END = ("end_sound", "end_partial", "end_schedule")
 SCRIPT = Path(__file__).parents[1] / "scripts" / "restarted.py"
 Judged = Callable[[str], list[Finding]]
 
@@ -98,19 +99,19 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folders of the cases, with two runs each."""
     folder = tmp_path_factory.mktemp("runs")
     for again, code in (("0", 3), ("1", 0)):
-        assert jobs.python(folder, SCRIPT, *CASES, AGAIN=again).wait().returncode == code
+        assert jobs.python(folder, SCRIPT, *CASES, *OF_THE_END, AGAIN=again).wait().returncode == code
     return folder
 
 
-@pytest.mark.parametrize("case", CASES[:4])
+@pytest.mark.parametrize("case", [*CASES[:4], "end_sound"])
 def test_a_run_that_continues_another_one_may_restore_all_or_nothing(runs: Path, case: str) -> None:
     run = recorder.open_run(runs / case)
     checked = check(run, ["restart"])
     assert checked.findings == []
     assert bool(checked.unjudged) == (case in ("scratch", "rounded")), "these do not have the bits of another run"
     first = recorder.open_run(runs / case / "@-2")
-    note = f"the run began with parameters of {first.name}, of its step 20"
-    assert (note in checked.notes) == (case in ("sound", "sgd"))
+    note = f"the run began with parameters of {first.name}, of its step {30 if case == 'end_sound' else 20}"
+    assert (note in checked.notes) == (case in ("sound", "sgd", "end_sound"))
     assert first.run_id != run.run_id and check(first, ["restart"]).unjudged != []
 
 
@@ -122,6 +123,12 @@ def test_a_run_that_continues_another_one_may_restore_all_or_nothing(runs: Path,
         ("state", Severity.NOTE, "the run has the parameters of step 20 of {first}, and Adam counts its updates anew"),
         ("schedule", Severity.WARNING, "the run has the learning rate 0.01, which was 0.005 at step 20 of {first}"),
         ("batches", Severity.NOTE, "the run reads the batches with which {first} began"),
+        (
+            "end_partial",
+            Severity.WARNING,
+            "the run has parameters of step 30 of {first}, and this one was not restored",
+        ),
+        ("end_schedule", Severity.NOTE, "the run begins with the learning rate 0.01 of the first step, which was 0.00"),
     ],
 )
 def test_what_a_run_did_not_restore_of_another_one_is_named(

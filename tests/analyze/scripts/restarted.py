@@ -1,6 +1,6 @@
 """Trains a small model in several cases. The second attempt restores all, or all but what the name of the case says.
 
-With `AGAIN` set to 0 or 1, the attempts are runs of their own.
+With `AGAIN` set to 0 or 1, the attempts are runs of their own. In a case `end_...`, the checkpoint is that of the end.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def train(case: str, attempt: int) -> None:
         first = known["step"]
         if case == "rounded":
             known["model"] = {name: one.bfloat16().float() for name, one in known["model"].items()}
-        if case == "partial":
+        if case in ("partial", "end_partial"):
             known["model"] = {name.replace("3.", "head."): one for name, one in known["model"].items()}
         if case == "last":
             known["model"] = {name: one for name, one in known["model"].items() if name.startswith("3.")}
@@ -43,7 +43,7 @@ def train(case: str, attempt: int) -> None:
             optimizer.load_state_dict(known["optimizer"])
         if case != "scheduler":
             schedule.load_state_dict(known["schedule"])
-        if case == "schedule":
+        if case in ("schedule", "end_schedule"):
             schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
             optimizer.param_groups[0]["lr"] = 1e-2
         if case != "batches":
@@ -57,7 +57,7 @@ def train(case: str, attempt: int) -> None:
             cross_entropy(model(inputs), inputs[:, :4].argmax(1)).backward()
             optimizer.step()
             schedule.step()
-            if step + 1 == CHECKPOINT:
+            if step + 1 == (END if case.startswith("end") else CHECKPOINT):
                 states: dict[str, Any] = {"model": model, "optimizer": optimizer, "schedule": schedule}
                 saved = {name: one.state_dict() for name, one in states.items()}
                 torch.save({**saved, "batches": batches.get_state(), "step": step + 1}, f"{case}.pt")
