@@ -217,9 +217,10 @@ class _Start(NamedTuple):
     @classmethod
     def of(cls, before: _Values, now: _Values, *, is_other_run: bool) -> _Start | None:
         """Return None if parameters tell nothing, or if nothing shows that a run continues another one."""
-        moving = {key: before[key] for key in now if key in before and key.site == "param"}
-        moving = {key: one for key, one in moving.items() if np.ptp(one.values) > 0}
-        if not moving:
+        parameters = [key for key in now if key.site == "param"]
+        shared = {key: before[key] for key in parameters if key in before}
+        moving = {key: one for key, one in shared.items() if np.ptp(one.values) > 0}
+        if not moving or (is_other_run and 2 * len(shared) < len(parameters)):
             return None
         first = min(int(now[key].steps[0]) for key in moving)
         moving = {key: one for key, one in moving.items() if int(now[key].steps[0]) == first}
@@ -232,7 +233,8 @@ class _Start(NamedTuple):
         if is_other_run and not restored and first in (begin, end):
             hits, is_at_end = _after(before, moving, loaded, end)
             restored = [end] * (sum(is_at_end) >= least)
-        if is_other_run and not (restored and (first > begin or max(restored) > begin)):
+        # Some programs count from 1.
+        if is_other_run and not (restored and (first > begin + 1 or max(restored) > begin)):
             return None
         return cls(moving, loaded, first, begin, end, hits, restored)
 
