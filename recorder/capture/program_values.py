@@ -23,7 +23,7 @@ from torch.nn.utils import clip_grad
 from ..observe.selection import NOTHING, scalar_keep, unit_dim_of
 from ..observe.tree import tensor_leaves
 from ..records import SeenValue, StepPosition, ValuePlace
-from ..sites import CLIP_LIMIT, CLIP_NORM, EVALUATION_LOSS, LABELS, OBJECTIVE, is_validation_loss
+from ..sites import CLIP_LIMIT, CLIP_NORM, EVALUATION_LOSS, LABEL_SHIFT, LABELS, OBJECTIVE, is_validation_loss
 from ..system.processes import loaded
 from ..taps.graphs import in_functorch, is_traced
 from .aliases import chunk_of_gradient, has_owner
@@ -59,6 +59,8 @@ _MAX_MADE_BY = 64
 """How many nodes are searched for the parameters that have made an argument."""
 _EARLY_STEPS = 10
 """At so many steps the labels of a loss are looked for, whether a rule keeps them or not."""
+_SHIFT_STEPS, _MOST_SHIFT, _LEAST_SHIFTED = 3, 2, 8
+"""At so many steps, labels are compared with tokens of the input: how far shifted at most, of how many at least."""
 _MAX_NODES, _MAX_MISSES, _MAX_KINDS = 16, 8, 256
 """How many nodes of a loss's graph are searched for labels, and how many graphs of one kind that have none."""
 
@@ -376,6 +378,10 @@ class LossFinder:
             else:
                 self._misses.pop(kind, None)
                 hooked.record_labels(labels, slice_, keep)
+                if self._capture.clock.step < _SHIFT_STEPS and not slice_.moment.micro_step and not has_more:
+                    shift = _shift_of(labels, hooked.given())
+                    if shift is not None:
+                        self._scalars.record(LABEL_SHIFT, shift)
 
     def close(self) -> None:
         """Remove the wrappers. If the program has wrapped one of our wrappers, the program's wrapper keeps working."""
@@ -436,6 +442,29 @@ def _labels_below(loss: Any, *, is_first_enough: bool) -> tuple[torch.Tensor | N
             return first, True
         nodes += _children(node)[: _MAX_NODES - len(nodes)]
     return first, False
+
+
+def _shift_of(labels: torch.Tensor, tokens: torch.Tensor | None) -> torch.Tensor | None:
+    """Return how many places after each token its label stands in the same row of tokens; see `sites.LABEL_SHIFT`.
+
+    Labels below zero are ignored. Return None for what is no batch of tokens. Nothing here waits for a device.
+    """
+    kinds = (torch.int64, torch.int32)
+    if tokens is None or tokens.dim() != 2 or tokens.dtype not in kinds or labels.dtype not in kinds:
+        return None
+    num_rows, length = tokens.shape
+    num_labels = labels.numel() // max(num_rows, 1)
+    is_batch = num_labels * num_rows == labels.numel() and length - num_labels in range(_MOST_SHIFT + 1)
+    if not is_batch or num_labels <= _MOST_SHIFT or labels.device != tokens.device:
+        return None
+    with torch.no_grad():
+        rows, equal = labels.detach().reshape(num_rows, num_labels), []
+        for shift in range(_MOST_SHIFT + 1):
+            end = min(num_labels, length - shift)
+            compared, meant = rows[:, :end], tokens[:, shift : shift + end]
+            equal.append(((compared == meant) | (compared < 0)).all() & ((compared >= 0).sum() >= _LEAST_SHIFTED))
+        hits = torch.stack(equal).long()
+        return torch.where(hits.sum() == 1, hits.argmax(), -1)
 
 
 def _wrong_argument(loss: Any) -> tuple[str, Any] | None:

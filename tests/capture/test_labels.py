@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import recorder
-from recorder.sites import LABELS
+from recorder.sites import LABEL_SHIFT, LABELS
 
 RULES = (
     "module='' site=input keep=tensor,stats; module='' site=input name=loss.labels keep=tensor,stats;"
@@ -243,3 +243,51 @@ def test_classes_of_equal_size_are_labels_that_change(tmp_path: Path, is_stuck: 
             optimizer.step()
     found = recorder.check(recorder.open_run(tmp_path), rules=["data"]).findings
     assert [one.what for one in found] == ["the labels never change"] * is_stuck
+
+
+class Tokens(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(50, 8), nn.Linear(8, 50)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.embedding(tokens))  # type: ignore[no-any-return]
+
+
+def _padded(tokens: Tensor, shift: int) -> Tensor:
+    return F.pad(tokens[:, shift:], (0, shift), value=-100)
+
+
+@pytest.mark.parametrize(
+    ("labels_of", "shift"),
+    [
+        (lambda tokens: tokens.clone(), 0),
+        (lambda tokens: tokens[:, 1:], 1),
+        (lambda tokens: _padded(tokens, 1), 1),
+        (lambda tokens: tokens[:, 2:], 2),
+        (lambda tokens: _padded(tokens, 2), 2),
+        (lambda tokens: torch.where(torch.arange(12) < 3, tokens, -100), 0),
+        (lambda tokens: torch.full_like(tokens, -100).index_fill(1, torch.tensor([3]), 7), -1),
+        (lambda tokens: tokens.flip(1), -1),
+        (lambda tokens: _padded(tokens, 3), -1),
+        (lambda tokens: tokens[:, 3:], None),
+        (lambda tokens: tokens[:, 0], None),
+        (lambda tokens: torch.full_like(tokens, -100), -1),
+    ],
+)  # fmt: skip
+def test_how_far_labels_are_from_the_tokens_of_the_input(tmp_path: Path, labels_of: Any, shift: int | None) -> None:
+    torch.manual_seed(0)
+    model = Tokens()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with recorder.attach(model, enabled=True, dir=tmp_path, rules="site=input,scalar keep=stats"):
+        for _ in range(5):
+            tokens = torch.randint(0, 50, (4, 12))
+            labels = labels_of(tokens)
+            logits = model(tokens)[:, : labels.shape[1]] if labels.dim() > 1 else model(tokens)[:, 0]
+            F.cross_entropy(logits.reshape(-1, 50), labels.reshape(-1)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    frame: Any = recorder.open_run(tmp_path).to_pandas()
+    found = frame[frame.name == LABEL_SHIFT]
+    expected = [] if shift is None else [(step, shift) for step in range(3)]
+    assert list(zip(found.step, found["mean"], strict=True)) == expected

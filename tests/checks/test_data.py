@@ -10,7 +10,7 @@ import pytest
 from recorder.checks.rows import IS_PROBE, ModuleFacts
 from recorder.checks.rule import Severity
 from recorder.checks.rules.data import Data
-from recorder.sites import LABELS
+from recorder.sites import LABEL_SHIFT, LABELS
 from recorder.system.text import counted, number
 from tests.checks.rows import Recorded
 from tests.checks.test_rules import noise, said, subjects
@@ -160,25 +160,29 @@ def test_labels_that_stay_from_one_step_on_are_named_by_the_numbers_of_each_step
 
 
 @pytest.mark.parametrize(
-    ("labels_of", "is_said"),
+    ("shift", "said_of_it"),
     [
-        (lambda tokens: tokens[:, :-1].ravel(), True),
-        (lambda tokens: np.sort(tokens[:, :-1]), True),
-        (lambda tokens: tokens[:, 1:], False),
-        (lambda tokens: tokens[:, 1:-1], False),
+        (0, [("the labels are the tokens of the input, each at its place", Severity.NOTE)]),
+        (1, []),
+        (
+            2,
+            [
+                (
+                    "each label is the token after the next one of the input: the labels are shifted twice",
+                    Severity.WARNING,
+                )
+            ],
+        ),
+        (-1, []),
     ],
-    ids=["the input", "sorted", "shifted", "shorter"],
 )
-def test_labels_with_the_elements_of_the_input_are_a_note(labels_of: Any, is_said: bool) -> None:
-    draw = np.random.default_rng(0)
-    tokens = [draw.integers(0, 50, (4, 16)) for _ in range(30)]
-    recorded = batches(
-        lambda step, rank: {"x": tokens[step][:, :-1], LABELS: labels_of(tokens[step])}, steps=30, dtype="int64"
-    )
-    recorded_too = batches(lambda step, rank: {"x": tokens[step], "labels": tokens[step]}, steps=30, dtype="int64")
-    assert said(recorded_too, Data) == []  # as Hugging Face's models are called, which shift the labels
-    found = [(one.name, one.step, one.since, one.what, one.severity) for one in recorded.judge(Data).findings]
-    assert found == [(LABELS, 2, 0, "the labels have the same elements as the input", Severity.NOTE)] * is_said
+def test_labels_that_are_not_the_next_tokens_are_named(shift: int, said_of_it: list[Any]) -> None:
+    recorded = Recorded()
+    for step in range(3):
+        recorded.add(step, "", float(shift), site="scalar", name=LABEL_SHIFT)
+    found = recorded.judge(Data).findings
+    assert [(one.what, one.severity) for one in found] == said_of_it
+    assert {(one.name, one.step) for one in found} <= {(LABEL_SHIFT, 0)}
 
 
 def test_rare_classes_are_no_labels_of_one_class() -> None:

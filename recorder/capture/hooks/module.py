@@ -295,6 +295,10 @@ class HookedModule:
             self.times_given, self.given_since = 1, step
             self._given_before = (*self._given_before[1 - _MOST_GIVEN :], self._given)
 
+    def given(self) -> torch.Tensor | None:
+        """Return the first argument of the root's last call in training, if it is still alive."""
+        return self._given()
+
     def keep_of_labels(self, moment: StepPosition) -> int:
         """Return what to keep of the labels of a loss, as bits of KEEP_*."""
         rule_set = self._leaf("input", LABELS)[1]

@@ -21,7 +21,6 @@ from ..rows import (
     as_exact_floats,
     began,
     grouped,
-    modules_of,
     previous,
 )  # fmt: skip
 from ..rule import CALIBRATED, CheckRule, Finding, Setting, Severity
@@ -38,7 +37,10 @@ ALL_IGNORED = f"all labels are {IGNORED}, which the loss ignores"
 _RANKED = "; each stands for one of several candidates, of which the first may be right on purpose"
 _OF_SEVERAL = "; other losses of the same backward have other labels, as that of a domain beside that of a class"
 _AGAIN = "the batch repeats that of 1 record before, again and again"
-_COPIES = "unless the model is to copy or to sort, shift the labels, so that each is the token that follows"
+_COPIED = "the labels are the tokens of the input, each at its place"
+_COPIES = "unless the model is to copy, shift the labels, so that each is the token that follows"
+_TWICE, _SHIFTED_TWICE = 2, "each label is the token after the next one of the input: the labels are shifted twice"
+_SHIFT_ONCE = "shift the labels once, in the data or in the model: the models of Hugging Face shift them"
 _NORMALISE = "subtract the mean of the inputs, and divide by their standard deviation"
 _IN_ORDER = "shuffle the training set anew in each epoch; a DistributedSampler does so after its set_epoch(epoch)"
 _MOST = 0.75
@@ -55,9 +57,9 @@ class Data(CheckRule):
     name = "data"
     sentence = (
         "Two data-parallel ranks get the same batch, a batch is repeated or is empty, an input or the labels are "
-        "constant, the labels are those of the input, or an input is not normalised."
+        "constant, the labels are not the next tokens, or an input is not normalised."
     )
-    sites, columns, reads_probe = ("input",), (*_BATCH, "min", "max"), True
+    sites, columns, reads_probe = ("input", "scalar"), (*_BATCH, "min", "max"), True
     more_columns = ("fingerprint.hash",)
     settings = (
         Setting("records", 3, "records", "a missing sampler repeats every batch"),
@@ -76,7 +78,7 @@ class Data(CheckRule):
         self._repeats, self._sizes = Streaks(), Streaks()
         self._last, reported = Memory(), Memory(0.0)
         self._constant_labels, self._flat, self._empty = Streaks(reported), Streaks(reported), Streaks(reported)
-        self._copies = Streaks()
+        self._shifts = Streaks()
         self._held: list[tuple[int, Finding]] = []
         """The findings that later records may contradict or explain, each with the input and rank."""
         self._classes: dict[int, tuple[int, list[Floats]]] = {}
@@ -97,9 +99,13 @@ class Data(CheckRule):
 
     def wants(self, key: SeriesKey) -> bool:
         """Return whether a series is an input of the complete model in training. A validation may repeat samples."""
-        return key.site == "input" and not key.module_path and key.mode == "train"
+        is_input = key.site == "input" and not key.module_path
+        return key.mode == "train" and (is_input or key.name == sites.LABEL_SHIFT)
 
     def add(self, rows: Rows) -> Iterator[Finding]:
+        is_shift = rows.where("shift", lambda key: key.name == sites.LABEL_SHIFT)
+        yield from self._shifted(rows.take(is_shift).by_lane())
+        rows = rows.take(~is_shift)
         is_label = rows.where("labels", _holds_labels)
         told = rows.take(_tells_apart(rows) & ~is_label & ~(rows.are_float() & (rows["l2"] == 0)))
         recorded = told.without_probe()
@@ -112,7 +118,6 @@ class Data(CheckRule):
         firsts = rows.take(rows.where("first argument", self._is_first)).by_lane()
         yield from self._emptied(firsts)
         yield from self._judge_size(firsts.without_probe())
-        yield from self._copied(rows.without_probe())
         self._judge_labels(rows.take(is_label).by_lane())
         self._judge_flat(rows.without_probe().by_lane())
 
@@ -260,21 +265,19 @@ class Data(CheckRule):
         for index, num, since in self._empty.reached(rows.lanes, rows.steps, is_empty, self.thresholds["records"]):
             yield self._in_a_row(int(rows.lanes[index]), int(rows.steps[index]), what, num, "records", since)
 
-    def _copied(self, rows: Rows) -> Iterator[Finding]:
-        """Report a loss whose whole-numbered labels have the elements of the first argument, as for an autoencoder.
+    def _shifted(self, rows: Rows) -> Iterator[Finding]:
+        """Report a loss whose labels are the tokens of the input themselves, as for an autoencoder, or two after them.
 
-        Labels that are an argument of the model may well be its input: Hugging Face's models shift them inside.
+        A token that is predicted is the next one, so two shifts are one too many.
         """
-        rows = rows.take(~rows.are_float() & (rows["std"] > 0)).by_lane()
-        ids, firsts = grouped(rows.steps, rows.ranks, modules_of(rows)[0])
-        hashes = as_exact_floats(rows.fingerprints(("mean", "l2", "min", "max"))) + rows["numel"]
-        is_first, given = rows.where("first argument", self._is_first), np.full(len(firsts), np.nan)
-        given[ids[is_first]] = hashes[is_first]
-        is_copy = (hashes == given[ids]) & rows.where("of the loss", lambda key: key.name == sites.LABELS)
-        for index, num, since in self._copies.reached(rows.lanes, rows.steps, is_copy, self.thresholds["records"]):
-            lane, step = int(rows.lanes[index]), int(rows.steps[index])
-            one = self._in_a_row(lane, step, "the labels have the same elements as the input", num, "records", since)
-            yield one._replace(severity=Severity.NOTE, advice=_COPIES)
+        values = rows["mean"]
+        is_odd = (values == 0) | (values == _TWICE)
+        for index, _, since in self._shifts.reached(rows.lanes, rows.steps, is_odd, 1):
+            lane, step, is_twice = int(rows.lanes[index]), int(rows.steps[index]), values[index] == _TWICE
+            severity = Severity.WARNING if is_twice else Severity.NOTE
+            what = _SHIFTED_TWICE if is_twice else _COPIED
+            one = self.finding(lane, step, what, "", math.nan, math.nan, severity, since)
+            yield one._replace(advice=_SHIFT_ONCE if is_twice else _COPIES)
 
     def _judge_size(self, rows: Rows) -> Iterator[Finding]:
         """Look, on rank 0, for a first argument whose elements are far larger than layers expect, but for norms."""
