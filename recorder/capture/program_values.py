@@ -449,8 +449,8 @@ def _shift_of(labels: torch.Tensor, tokens: torch.Tensor | None) -> torch.Tensor
 
     Labels below zero are ignored. Return None for what is no batch of tokens. Nothing here waits for a device.
     """
-    kinds = (torch.int64, torch.int32)
-    if tokens is None or tokens.dim() != 2 or tokens.dtype not in kinds or labels.dtype not in kinds:
+    are_whole = all(type(one) is torch.Tensor and one.dtype in (torch.int64, torch.int32) for one in (tokens, labels))
+    if tokens is None or tokens.dim() != 2 or not are_whole:
         return None
     num_rows, length = tokens.shape
     num_labels = labels.numel() // max(num_rows, 1)
