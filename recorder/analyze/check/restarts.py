@@ -24,7 +24,7 @@ from ...checks.rule import ComparisonResult, Finding, Severity
 from ...checks.rules.comparing import Restart
 from ...errors import RecorderError, RunError
 from ...numerics.keys import array_of, by_key, column_of, group_rows
-from ...run.finding import runs_in
+from ...run.finding import ListedRun, runs_in
 from ...run.probe import MOST_PROBED, probe_size, probe_tables
 from ...run.run import RecordedWriter, Run, open_location
 from ...sites import RATE
@@ -85,6 +85,9 @@ def restarts_of(run: Run) -> ComparisonResult:
     attempts = by_key((one.rank, one.attempt) for one in run.writers if one.rank is not None)
     several = [rank for rank, numbers in attempts.items() if len(set(numbers)) > 1]
     rank = min(several or attempts, default=None)
+    earlier = _earlier_runs(run)
+    if not several and not earlier:
+        return ComparisonResult((), Restart.needs)
     findings: list[Finding] = []
     continued = None
     try:
@@ -96,7 +99,7 @@ def restarts_of(run: Run) -> ComparisonResult:
         for writer in writers:
             values = _read(writer)
             if writer is writers[0]:
-                continued = _earlier(run, rank, values)
+                continued = _continued(earlier, rank, values)
                 if continued is not None:
                     findings += _judge(continued.values, values, "the run", continued.name, _counting(writer))
             else:
@@ -117,17 +120,20 @@ class _Earlier(NamedTuple):
     """The step of which the later run has parameters."""
 
 
-def _earlier(run: Run, rank: int | None, now: _Values) -> _Earlier | None:
-    """Return what the newest earlier run of the program had whose parameters the run began with. None without one."""
-    folder = run.path.parent
+def _earlier_runs(run: Run) -> list[ListedRun]:
+    """Return the last runs of the program before a run, in the same folder, the newest first."""
+    folder, program = run.path.parent, _MOMENT.sub("", run.name)
     if not isinstance(folder, Path):  # a listing of an object store may take long
-        return None
-    program = _MOMENT.sub("", run.name)
-    earlier = [
-        one for one in runs_in(folder)
-        if one.created_ns < (run.manifest.created_ns or 0) and _MOMENT.sub("", one.name) == program and one.run_id
-    ]  # fmt: skip
-    for one in earlier[-_MOST_EARLIER:][::-1]:
+        return []
+    earlier = []
+    with suppress(RecorderError):  # a folder that cannot be listed
+        earlier = [one for one in runs_in(folder) if one.created_ns < (run.manifest.created_ns or 0)]
+    return [one for one in earlier if _MOMENT.sub("", one.name) == program and one.run_id][-_MOST_EARLIER:][::-1]
+
+
+def _continued(earlier: Sequence[ListedRun], rank: int | None, now: _Values) -> _Earlier | None:
+    """Return what the first of some runs had whose parameters a run began with. None without one."""
+    for one in earlier:
         with suppress(RecorderError):  # a run that cannot be opened has problems of its own
             writers = _attempts(open_location(one.location), rank)
             if not _why_not_read(writers):
