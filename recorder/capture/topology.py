@@ -10,6 +10,7 @@ recording can cut the connection. Nothing here issues a collective.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import re
 import secrets
@@ -19,7 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 _STORE_KEY = "recorder/run_id"
@@ -138,9 +139,9 @@ def is_distributed() -> bool:
 def run_id(topology: JobRank, *, deadline_s: float, environ: Mapping[str, str] | None = None) -> tuple[str, bool]:
     """Return the run's name, and whether all ranks are known to share the name. Runs on the writer thread.
 
-    The name is torchrun's run id if that is a UUID, or Slurm's job and step if Slurm started the ranks. Otherwise the
-    ranks agree on a fresh name through a store (compare-and-set). The store of torchrun outlives its attempts, so they
-    have one name. If the ranks cannot agree, this process has its own name.
+    The name is torchrun's run id if that is a UUID, Slurm's job and step if Slurm started the ranks, or that of the one
+    torchrun that has started all ranks. Otherwise the ranks agree on a fresh name through the process group's store
+    (compare-and-set). If they cannot, this process has its own name.
     """
     environ = os.environ if environ is None else environ
     elastic = environ.get("TORCHELASTIC_RUN_ID", "")
@@ -152,52 +153,57 @@ def run_id(topology: JobRank, *, deadline_s: float, environ: Mapping[str, str] |
     if job.isdigit() and _is_slurm_task(environ):
         return f"slurm-{job}-{step}", True
     fresh = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime()) + "-" + secrets.token_hex(4)
-    agreed = _agree(fresh, deadline_s, environ)
-    if agreed is not None or topology.world_size == 1:
-        return agreed or fresh, True
+    launch = _launch(environ) if topology.world_size == topology.local_world_size else None
+    if launch is not None or topology.world_size == 1:
+        return launch or fresh, True
+    agreed = _agree(fresh, deadline_s)
+    if agreed is not None:
+        return agreed, True
     host = re.sub(r"[^A-Za-z0-9.]+", "-", topology.host)[:64]
     return f"unjoined-{host}-{os.getpid()}-{fresh}", False
 
 
-def _agree(fresh: str, deadline_s: float, environ: Mapping[str, str]) -> str | None:
-    """Return the name that the first rank has given to the run. Return None if no store can be asked."""
-    for opened in (_launcher_store, _group_store):
-        with contextlib.suppress(Exception):  # the store is gone or has no compare-and-set, so the next one is asked
-            store = opened(deadline_s, environ)
-            answer = None if store is None else store.compare_set(_STORE_KEY, "", fresh)
-            text = answer.decode() if isinstance(answer, bytes) else str(answer)
-            if store is not None and re.fullmatch(r"[0-9A-Za-z-]{1,80}", text):
-                return text
-    return None
-
-
-def _launcher_store(deadline_s: float, environ: Mapping[str, str]) -> Any:
-    """Connect to the store that torchrun keeps for all attempts of the ranks, if it keeps one."""
-    if environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return None
-    from torch._C._distributed_c10d import PrefixStore, TCPStore
-
-    host, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
-    store = TCPStore(host, port, is_master=False, timeout=_seconds(deadline_s), wait_for_workers=False)
-    return PrefixStore(f"recorder/{environ.get('TORCHELASTIC_RUN_ID')}", store)
-
-
-def _group_store(deadline_s: float, environ: Mapping[str, str]) -> Any:
-    """Return a connection of the recorder's own to the store of the default process group, if there is one."""
+def _agree(fresh: str, deadline_s: float) -> str | None:
     if not is_distributed():
         return None
+    from datetime import timedelta
+
     from torch.distributed.distributed_c10d import _get_default_store
 
-    store: Any = _get_default_store()
-    clone: Callable[[], Any] | None = getattr(store, "clone", None)
-    if clone is not None:
-        store = clone()  # the training thread may be using the present connection in a barrier
-    store.set_timeout(_seconds(deadline_s))
-    return store
+    try:
+        store: Any = _get_default_store()
+        clone: Callable[[], Any] | None = getattr(store, "clone", None)
+        if clone is not None:
+            store = clone()  # the training thread may be using the present connection in a barrier
+        store.set_timeout(timedelta(seconds=max(0.1, deadline_s)))
+        answer = store.compare_set(_STORE_KEY, "", fresh)
+        text = answer.decode() if isinstance(answer, bytes) else str(answer)
+        return text if re.fullmatch(r"[0-9A-Za-z-]{1,80}", text) else None
+    except Exception:  # the store is gone or has no compare-and-set, and the caller has another name
+        return None
 
 
-def _seconds(duration_s: float) -> timedelta:
-    return timedelta(seconds=max(0.1, duration_s))
+def _launch(environ: Mapping[str, str]) -> str | None:
+    """Return a name for the launch of torchrun that has started this process as a rank, the same for all its attempts.
+
+    It comes from the folder that each launch makes for the errors of its attempts: ``.../none_zrbp3x3k/attempt_0/1``.
+    """
+    given = environ.get("TORCHELASTIC_ERROR_FILE", "")
+    folder, attempt = Path(given).parts[:-3], Path(given).parts[-3:-2]
+    if not folder or not attempt[0].startswith("attempt_") or _is_started_by_rank(given):
+        return None
+    return f"torchrun-{hashlib.sha256(f'{socket.gethostname()} {folder}'.encode()).hexdigest()[:16]}"
+
+
+def _is_started_by_rank(error_file: str) -> bool:
+    """Return whether a rank has started this process: a Python above it has the same file for errors."""
+    line, pid = f"TORCHELASTIC_ERROR_FILE={error_file}".encode(), os.getppid()
+    with contextlib.suppress(OSError, ValueError, IndexError):  # no /proc, or the process of another user
+        while line in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            if "python" in os.readlink(f"/proc/{pid}/exe"):
+                return True
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return False
 
 
 class JobStore:

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from recorder.capture.topology import read, run_id
@@ -68,21 +74,36 @@ def test_only_what_all_ranks_have_names_a_run() -> None:
         assert first != second and first[1] and second[1] and not first[0].startswith("slurm")
 
 
-def test_ranks_of_torchrun_share_a_name_before_there_is_a_process_group() -> None:
-    from torch._C._distributed_c10d import TCPStore
+def test_a_launch_of_torchrun_on_one_node_names_its_run(tmp_path: Path) -> None:
+    def name(environ: dict[str, str]) -> tuple[str, bool]:
+        return run_id(read(environ), deadline_s=0.1, environ=environ)
 
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "none", "MASTER_ADDR": "127.0.0.1"}
-    environ = {**TORCHRUN, **agent, "MASTER_PORT": str(store.port)}
-    first, again, other = (
-        run_id(read(changed), deadline_s=5.0, environ=changed)
-        for changed in (environ, {**environ, "RANK": "0"}, {**environ, "TORCHELASTIC_RUN_ID": "101"})
+    launch = {**TORCHRUN, "RANK": "1", "WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "none"}
+    first, other_rank, restarted, again = (
+        name({**launch, "TORCHELASTIC_ERROR_FILE": f"/tmp/torchelastic_a/{folder}/error.json"})
+        for folder in ("none_b/attempt_0/1", "none_b/attempt_0/0", "none_b/attempt_1/1", "none_c/attempt_0/1")
     )
-    assert first == again and first[1]
-    assert other != first, "of another job on this store"
-    del store
-    name, is_shared = run_id(read(environ), deadline_s=0.1, environ=environ)
-    assert name.startswith("unjoined") and not is_shared
+    assert first == other_rank == restarted != again
+    assert re.fullmatch(r"torchrun-[0-9a-f]{16}", first[0]) and first[1]
+    several_nodes = {**launch, "WORLD_SIZE": "8", "TORCHELASTIC_ERROR_FILE": "/tmp/a/none_b/attempt_0/1/error.json"}
+    assert name(several_nodes)[0].startswith("unjoined")
+    alone = {**launch, "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "RANK": "0"}
+    for file in ("", "error.json", "/home/me/errors/error.json"):
+        assert not name({**alone, "TORCHELASTIC_ERROR_FILE": file})[0].startswith("torchrun")
+
+    script = tmp_path / "nested.py"
+    script.write_text(
+        "import os, subprocess, sys\n"
+        "from recorder.capture.topology import read, run_id\n"
+        "print(run_id(read(os.environ), deadline_s=0.1)[0], flush=True)\n"
+        "sys.argv.pop() and subprocess.run(['sh', '-c', f'{sys.executable} nested.py \"\"; :'], check=True)\n"
+    )
+    environ = {**os.environ, **alone, "TORCHELASTIC_ERROR_FILE": "/tmp/a/none_b/attempt_0/0/error.json"}
+    ran = subprocess.run(
+        ["sh", "-c", f"{sys.executable} nested.py more; :"], cwd=tmp_path, env=environ, capture_output=True, check=True
+    )
+    of_rank, of_its_child = ran.stdout.decode().split()
+    assert of_rank.startswith("torchrun-") and not of_its_child.startswith("torchrun-")
 
 
 def test_the_attempt_counts_restarts_of_the_job_and_of_the_launcher() -> None:

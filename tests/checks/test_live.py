@@ -43,7 +43,8 @@ def sound(fed: Fed, step: int, loss: float = 1.0) -> None:
     noise = np.random.default_rng(step).normal(size=8)
     fed.see(step, noise)
     fed.see(step, loss + noise[0] / 100, "", site="scalar", name="loss")
-    fed.see(step, noise, site="grad", name="weight", phase="optimizer")
+    for module_path in ("up", "down"):
+        fed.see(step, noise, module_path, site="grad", name="weight", phase="optimizer")
 
 
 def test_a_value_that_is_not_finite_is_told_at_the_first_record_of_the_next_step() -> None:

@@ -274,6 +274,17 @@ def test_a_gradient_that_jumps_is_named_with_the_module_that_grew_most() -> None
     assert subjects(said(recorded, Spike)) == [("blocks.3", 120, (0,))]
 
 
+@pytest.mark.parametrize("since", [100, 0])
+def test_a_part_that_is_unfrozen_is_no_spike(since: int) -> None:
+    recorded = Recorded({"trunk": "Linear", "head": "Linear"})
+    for step in range(200):
+        for module_path, size in (("trunk", 30.0), ("head", 1.0)):
+            if module_path == "head" or step >= since:
+                late = 40.0 if (module_path, step) == ("head", 180) else 1.0
+                recorded.add(step, module_path, late * size * (1 + noise(step) / 20), site="grad", name="weight")
+    assert [(one.rule, one.step) for one in recorded.judge(Spike).findings] == [("spike", 180)]
+
+
 def test_noise_neither_spikes_nor_jumps() -> None:
     recorded = gradients(lambda step, path: 1.0)
     assert said(recorded, Spike) == [] and said(recorded, Jump) == []

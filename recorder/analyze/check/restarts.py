@@ -36,6 +36,8 @@ _ROUNDED = 5e-4
 """The relative change of a norm that rounding to 16 bits does not reach."""
 _RATES = 3
 """The learning rates in a row that are compared."""
+_RECENT = 32
+"""How many of the last learning rates tell how fast they rise."""
 _MOST_EARLIER = 3
 """The most earlier runs of the program that are read. The last ones may have failed before their first step."""
 _MOMENT = re.compile(r"-\d{8}-\d{6}(-\d+)?$")
@@ -99,7 +101,7 @@ def restarts_of(run: Run) -> ComparisonResult:
         for writer in writers:
             values = _read(writer)
             if writer is writers[0]:
-                continued = _continued(earlier, rank, values)
+                continued = _continued(earlier, run.name, rank, values)
                 if continued is not None:
                     findings += _judge(continued.values, values, "the run", continued.name, _counting(writer))
             else:
@@ -110,6 +112,8 @@ def restarts_of(run: Run) -> ComparisonResult:
     if continued is None:
         return ComparisonResult(findings, "" if several else Restart.needs)
     note = f"the run began with parameters of {continued.name}, of its step {continued.step}"
+    if continued.is_end:
+        note = f"the run seems to continue {continued.name} after its last step, {continued.step - 1}"
     return ComparisonResult(findings, "", [note])
 
 
@@ -118,6 +122,8 @@ class _Earlier(NamedTuple):
     values: _Values
     step: int
     """The step of which the later run has parameters."""
+    is_end: bool
+    """Whether these are the parameters after the last step, which were not recorded."""
 
 
 def _earlier_runs(run: Run) -> list[ListedRun]:
@@ -131,7 +137,7 @@ def _earlier_runs(run: Run) -> list[ListedRun]:
     return [one for one in earlier if _MOMENT.sub("", one.name) == program and one.run_id][-_MOST_EARLIER:][::-1]
 
 
-def _continued(earlier: Sequence[ListedRun], rank: int | None, now: _Values) -> _Earlier | None:
+def _continued(earlier: Sequence[ListedRun], run_name: str, rank: int | None, now: _Values) -> _Earlier | None:
     """Return what the first of some runs had whose parameters a run began with. None without one."""
     for one in earlier:
         with suppress(RecorderError):  # a run that cannot be opened has problems of its own
@@ -139,7 +145,9 @@ def _continued(earlier: Sequence[ListedRun], rank: int | None, now: _Values) -> 
             if not _why_not_read(writers):
                 values = functools.reduce(_replaced, (_read(writer) for writer in writers))
                 if start := _Start.of(values, now, is_other_run=True):
-                    return _Earlier(one.name, values, start.step)
+                    names = [other.name for other in earlier]
+                    name = one.name if one.name != run_name and names.count(one.name) == 1 else one.location.name
+                    return _Earlier(name, values, start.step, start.step == start.end)
     return None
 
 
@@ -236,9 +244,13 @@ class _Start(NamedTuple):
         hits = {key: one.where(loaded[key]) for key, one in moving.items()}
         least = max(len(hits) / 2, 2) if is_other_run else 0
         restored = _restored_steps([*hits.values()], first, begin, least)
-        if is_other_run and not restored and first in (begin, end):
-            hits, is_at_end = _after(before, moving, loaded, end)
-            restored = [end] * (sum(is_at_end) >= least)
+        # What the last update did not move has the norm of the last step, too.
+        num = max((sum(step in steps for steps in hits.values()) for step in restored), default=0)
+        after, is_at_end = _after(before, moving, loaded, end)
+        is_end = first == end or (first == begin and is_other_run and sum(is_at_end) >= least)
+        most = num - (first == end or end - 1 in restored[1:])
+        if is_end and sum(map(len, after.values())) > max(most, least - 1):
+            hits, restored = after, [end]
         # Some programs count from 1.
         if is_other_run and not (restored and (first > begin + 1 or max(restored) > begin)):
             return None
@@ -255,8 +267,8 @@ def _after(
     hits, is_at_end = {}, []
     for key, one in moving.items():
         update = before.get(key._replace(site="update"), one)
-        reach = (1 + _ROUNDED) * update.at(end - 1)
         last = one.at(end - 1)
+        reach = max((1 + _ROUNDED) * update.at(end - 1), _SAME * last)
         is_near = abs(loaded[key] - last) <= reach
         hits[key] = np.array([end] * bool(is_near))
         is_at_end.append(bool(is_near and abs(one.values[0] - last) > 2 * reach))
@@ -288,14 +300,17 @@ def _judge(before: _Values, now: _Values, attempt: str, other: str, counting: st
             what = f"{attempt} has the parameters of step {at}{of_other}, and {counting} counts its updates anew: "
             findings.append(_on_model(start.first, what + "the state of the optimizer was not restored", _SAVE_STATE))
         elif at == start.end:
-            findings += _first_rates(before, now, start, attempt, of_other)
+            findings += _risen_rates(before, now, start, attempt, of_other)
         else:
             known = {key: before[key] for key in now if key in before}
             near = range(min(start.restored) - 1, max(start.restored) + 2)
             findings += _rates(known, now, (start.first, at), near, attempt, of_other)
         findings += _batches(before, now, attempt, earlier)
-    is_new_phase = other and start.first == start.begin  # perhaps on purpose
-    return [one._replace(severity=Severity.NOTE) if is_new_phase else one for one in findings]
+    is_new_phase = start.first == start.begin
+    return [
+        one._replace(severity=Severity.NOTE) if other and (is_new_phase or one.site == "scalar") else one
+        for one in findings
+    ]  # what another run does may be on purpose
 
 
 def _parameters(start: _Start, at: int, attempt: str, of_other: str, earlier: str) -> Iterator[Finding]:
@@ -384,16 +399,21 @@ def _rates(
                 break
 
 
-def _first_rates(before: _Values, now: _Values, start: _Start, attempt: str, of: str) -> Iterator[Finding]:
-    """Yield, as notes, learning rates that are again as at the first step, after the last step."""
+def _risen_rates(before: _Values, now: _Values, start: _Start, attempt: str, of: str) -> Iterator[Finding]:
+    """Yield, as notes, learning rates that rise after the last step by more than in the steps before it."""
     for key, one in before.items():
         if key.site == "scalar" and key in now:
-            rate, was = now[key].at(start.first), one.at(start.end - 1)
-            is_first = rate > 0 and _are_same(rate, one.at(start.begin))
-            if is_first and np.isfinite(was) and not _are_same(rate, was):
-                had = f"which was {number(was)} at step {start.end - 1}{of}"
-                what = f"{attempt} begins with the learning rate {number(rate)} of the first step, {had}"
-                yield _on(key, start.first, what, _RATES_ADVICE)._replace(severity=Severity.NOTE)
+            rises = np.diff(one.values[-_RECENT:]).max(initial=0)
+            was = one.at(start.end - 1)
+            for step in range(start.first, start.first + _RATES):
+                rate, last = now[key].at(step), now[key].at(step - 1) if step > start.first else was
+                if rate - last > (1 + _SAME) * rises:
+                    had = f"{number(was)} at step {start.end - 1}{of or ' before'}"
+                    what = f"{attempt} has the learning rate {number(rate)}, which was {had}"
+                    detail = "as at the first step" if _are_same(rate, one.at(start.begin)) else ""
+                    found = _on(key, step, what, _RATES_ADVICE, detail)
+                    yield found._replace(severity=Severity.NOTE)  # a cycle of a schedule may end there
+                    break
 
 
 def _batches(before: _Values, now: _Values, attempt: str, earlier: str) -> Iterator[Finding]:

@@ -12,7 +12,7 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from ...system.text import module_in_words, number
-from ..rows import Floats, Integers, Memory, Rows, SeriesKey, concatenate, grouped, previous
+from ..rows import Flags, Floats, Integers, Memory, Rows, SeriesKey, concatenate, grouped, previous
 from ..rule import CALIBRATED, CheckRule, Finding, Setting, Severity
 
 _LOSS, _NORM = "loss", "norm of all gradients"
@@ -89,6 +89,8 @@ class CurveRule(CheckRule):
         """By curve, the number of values in its last step."""
         self.num = Memory(0.0)
         """By curve, the number of samples before the step that is being judged."""
+        self._newest: dict[int, int] = {}
+        """By curve of a norm, the curve that has replaced it last."""
         self.most = 0
         self.reported = -1
         """The curve of the last finding."""
@@ -147,25 +149,54 @@ class CurveRule(CheckRule):
 
     def _samples(self, rows: Rows) -> tuple[Integers, Integers, Floats, Floats]:
         """Return each sample's curve, step and value. Also return by row the growth of a gradient's sum of squares."""
+        by_step = np.argsort(rows.steps, kind="stable")
+        is_new = np.isnan(self._number[rows.lanes[by_step]])
+        firsts = by_step[is_new][np.unique(rows.lanes[by_step][is_new], return_index=True)[1]]
         curve_of = self._curves_of(rows.lanes)
         ids, starts = grouped(curve_of, rows.steps)
         squares, means = np.nan_to_num(rows["sum_sq"]), np.nan_to_num(rows["mean"])
         counts = np.bincount(ids)
         losses, norms = np.bincount(ids, means) / counts, np.sqrt(np.bincount(ids, squares))
+        all_curves = self._of_more_gradients(
+            curve_of[starts], rows.steps[starts], np.isin(np.arange(len(starts)), ids[firsts])
+        )
         by_count = np.argsort(counts, kind="stable")  # the last of several steps of a curve has the most values
-        curves = curve_of[starts][by_count]
+        curves = all_curves[by_count]
         self.num_values[curves] = np.maximum(self.num_values[curves], counts[by_count])
         values = np.where(rows.at("scalar")[starts], losses, norms)
         order = np.argsort(rows.lanes, kind="stable")
         shares = np.zeros(len(rows))
         shares[order] = squares[order] - np.nan_to_num(previous(rows.lanes[order], squares[order], self._before))
-        all_curves = curve_of[starts]
         least = previous(all_curves, counts.astype(np.float64), self._num_before)
         if self.catalog.is_at_end:  # if there are several losses, as in a GAN, the last step may lack some
             least = self.num_values[all_curves]
         is_sample = ~(counts < least) | ~rows.at("scalar")[starts]
         starts, values = starts[is_sample], values[is_sample]
-        return curve_of[starts], rows.steps[starts], values, shares
+        return all_curves[is_sample], rows.steps[starts], values, shares
+
+    def _of_more_gradients(self, curves: Integers, steps: Integers, has_new: Flags) -> Integers:
+        """Return the curves of samples. A norm of more gradients than before begins another curve.
+
+        That is so from the step on at which a program unfreezes a part of the model. `has_new` says which samples have
+        a gradient that was never there before.
+        """
+        found = curves.copy()
+        for first in np.unique(curves[self.is_loss[curves] == 0]).tolist():
+            curve = self._newest.get(first, first)
+            is_begun = self.num_values.of(curve) > 0
+            at = np.flatnonzero(curves == first)
+            found[at] = curve
+            for one in () if not has_new[at].any() else at[np.argsort(steps[at], kind="stable")].tolist():
+                if has_new[one] and is_begun:
+                    self._newest[first] = curve = self._new_curve(self.keys[first], self.lanes[first])
+                found[one], is_begun = curve, True
+        return found
+
+    def _new_curve(self, key: CurveKey, lane: int) -> int:
+        self.is_loss[np.array([len(self.keys)])] = float(key.kind == _LOSS)
+        self.keys.append(key)
+        self.lanes.append(lane)
+        return len(self.keys) - 1
 
     def _curves_of(self, lanes: Integers) -> Integers:
         numbers = self._number[lanes]
@@ -175,10 +206,7 @@ class CurveRule(CheckRule):
             kind, name = (_LOSS, f"{key.name} {key.mode}") if is_loss else (_NORM, key.scope)
             curve = CurveKey(kind, rank, name, self.training)
             if curve not in self._number_of:
-                self._number_of[curve] = len(self.keys)
-                self.is_loss[np.array([len(self.keys)])] = float(is_loss)
-                self.keys.append(curve)
-                self.lanes.append(lane)
+                self._number_of[curve] = self._new_curve(curve, lane)
             self._number[np.array([lane])] = float(self._number_of[curve])
         return self._number[lanes].astype(np.int64)
 

@@ -27,7 +27,7 @@ CASES = (
     "nan",
 )
 """The first four are sound."""
-OF_THE_END = ("end_sound", "end_partial", "end_schedule")
+OF_THE_END = ("end_sound", "end_frozen", "end_partial", "end_schedule")
 SCRIPT = Path(__file__).parents[1] / "scripts" / "restarted.py"
 Judged = Callable[[str], list[Finding]]
 
@@ -103,15 +103,17 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("case", [*CASES[:4], "end_sound"])
+@pytest.mark.parametrize("case", [*CASES[:4], *OF_THE_END[:2]])
 def test_a_run_that_continues_another_one_may_restore_all_or_nothing(runs: Path, case: str) -> None:
     run = recorder.open_run(runs / case)
     checked = check(run, ["restart"])
     assert checked.findings == []
     assert bool(checked.unjudged) == (case in ("scratch", "rounded")), "these do not have the bits of another run"
     first = recorder.open_run(runs / case / "@-2")
-    note = f"the run began with parameters of {first.name}, of its step {30 if case == 'end_sound' else 20}"
-    assert (note in checked.notes) == (case in ("sound", "sgd", "end_sound"))
+    note = f"the run began with parameters of {first.name}, of its step 20"
+    if case in OF_THE_END:
+        note = f"the run seems to continue {first.name} after its last step, 29"
+    assert (note in checked.notes) == (case in ("sound", "sgd", *OF_THE_END))
     assert first.run_id != run.run_id and check(first, ["restart"]).unjudged != []
 
 
@@ -121,14 +123,14 @@ def test_a_run_that_continues_another_one_may_restore_all_or_nothing(runs: Path,
         ("model", Severity.WARNING, "the run continues at step 20 with the parameters with which {first} began"),
         ("partial", Severity.WARNING, "the run has parameters of step 20 of {first}, and this one was not restored"),
         ("state", Severity.NOTE, "the run has the parameters of step 20 of {first}, and Adam counts its updates anew"),
-        ("schedule", Severity.WARNING, "the run has the learning rate 0.01, which was 0.005 at step 20 of {first}"),
+        ("schedule", Severity.NOTE, "the run has the learning rate 0.01, which was 0.005 at step 20 of {first}"),
         ("batches", Severity.NOTE, "the run reads the batches with which {first} began"),
         (
             "end_partial",
             Severity.WARNING,
             "the run has parameters of step 30 of {first}, and this one was not restored",
         ),
-        ("end_schedule", Severity.NOTE, "the run begins with the learning rate 0.01 of the first step, which was 0.00"),
+        ("end_schedule", Severity.NOTE, "the run has the learning rate 0.01, which was 0.001753 at step 29 of {first}"),
     ],
 )
 def test_what_a_run_did_not_restore_of_another_one_is_named(

@@ -53,6 +53,8 @@ def train(case: str, attempt: int) -> None:
             inputs = torch.randn(32, 8, generator=batches)
             if case == "nan" and step == 25 and not attempt:
                 inputs[0, 0] = torch.nan
+            if case == "end_frozen" and step == 15:
+                model[0].requires_grad_(False)
             optimizer.zero_grad()
             cross_entropy(model(inputs), inputs[:, :4].argmax(1)).backward()
             optimizer.step()
