@@ -407,7 +407,7 @@ def _risen_rates(before: _Values, now: _Values, start: _Start, attempt: str, of:
             was = one.at(start.end - 1)
             for step in range(start.first, start.first + _RATES):
                 rate, last = now[key].at(step), now[key].at(step - 1) if step > start.first else was
-                if rate - last > (1 + _SAME) * rises:
+                if rate - last > (1 + _SAME) * rises and rate > 1.1 * was:
                     had = f"{number(was)} at step {start.end - 1}{of or ' before'}"
                     what = f"{attempt} has the learning rate {number(rate)}, which was {had}"
                     detail = "as at the first step" if _are_same(rate, one.at(start.begin)) else ""
