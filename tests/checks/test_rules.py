@@ -280,7 +280,7 @@ def test_a_part_that_is_unfrozen_is_no_spike(since: int) -> None:
     for step in range(200):
         for module_path, size in (("trunk", 30.0), ("head", 1.0)):
             if module_path == "head" or step >= since:
-                late = 40.0 if (module_path, step) == ("head", 180) else 1.0
+                late = 400.0 if (module_path, step) == ("head", 180) else 1.0
                 recorded.add(step, module_path, late * size * (1 + noise(step) / 20), site="grad", name="weight")
     assert [(one.rule, one.step) for one in recorded.judge(Spike).findings] == [("spike", 180)]
 
@@ -406,6 +406,17 @@ def test_clipping_that_always_cuts_to_nothing_is_named(norm: Any, since: int | N
         [] if since is None else [(since, Severity.WARNING, "clip.norm")]
     )
     assert all(one.value == pytest.approx(1e4) for one in found)
+
+
+@pytest.mark.parametrize(
+    ("norm", "is_said"),
+    [(lambda step: 0.0, True), (lambda step: 0.0 if step else 1.0, False), (lambda step: float(step == 59), False)],
+)
+def test_clipping_that_finds_no_gradient_is_named(norm: Any, is_said: bool) -> None:
+    found = said(clips(norm), Clipping)
+    assert [(one.since, one.severity) for one in found] == [(0, Severity.WARNING)] * is_said
+    assert all("finds gradients of norm 0" in one.what for one in found)
+    assert said(clips(norm, steps=19), Clipping) == [] == said(clips(norm, size=0.0), Clipping)
 
 
 def test_clipping_is_a_note_where_the_weights_move_all_the_same() -> None:

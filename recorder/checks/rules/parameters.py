@@ -34,6 +34,14 @@ from .gradients import is_weight, template
 
 _NARROW = ("bfloat16", "float16", "float8")
 """Types that round small updates away. This is expected and no mistake of the program."""
+_OF_NARROW = (
+    "its type rounds small updates away: keep the weights in float32 and use autocast, or give the optimizer a copy in "
+    "float32"
+)
+_NO_GRADIENT = (
+    "look whether something clears the gradients before the optimizer steps, and whether the graph leads from the loss "
+    "to the parameters: detach(), no_grad() and tensors made anew cut it"
+)
 _LEAST_ELEMENTS = 16
 """The least number of elements of a weight that is judged. The statistics of fewer elements mean little."""
 _MANY = 256
@@ -302,7 +310,8 @@ class Unchanged(StreakRule):
             self._numel[params.lanes] = params["numel"]
             for one in super().add(rows.take(is_param)):
                 if self._has_gradient(one):
-                    yield self.with_detail(one, self._rate_at(one))
+                    one = self.with_detail(one, self._rate_at(one))
+                    yield one._replace(advice=_OF_NARROW) if one.severity == Severity.NOTE else one
 
     def revised(self, one: Finding) -> Finding:
         """Make a finding a note if the learning rate was zero at first, and the parameter has moved since."""
@@ -378,7 +387,7 @@ class Unchanged(StreakRule):
             if is_asked and num >= self.records:
                 what = f"{none} as the optimizer steps, and the parameter does not change"
                 one = self.finding(lane, since, what, self.measure, num, self.records, self.severity_of(lane))
-                yield one._replace(advice="look whether something clears the gradients before the optimizer steps")
+                yield one._replace(advice=_NO_GRADIENT)
         for rank in sorted({int(self.catalog.rank_of[lane]) for lane in lanes}):
             own = np.array([lane for lane in lanes if self.catalog.rank_of[lane] == rank])
             total = float(np.nansum(self._numel[np.flatnonzero(is_param & (self.catalog.rank_of == rank))]))

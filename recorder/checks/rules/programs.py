@@ -205,11 +205,14 @@ PROGRAM_RULES = (NotOptimized, LossArgument, NotCleared, EvaluationMode, BatchFi
 """The rules that read only facts about modules. So they can judge a training as soon as a fact is known."""
 
 
+_CLIPS_NOTHING = "each clip finds gradients of norm 0, before the backward or after they were cleared, and cuts nothing"
+
+
 class Clipping(CheckRule):
     """Clipping that always cuts. The finding is a note where the weights move all the same, as they do with Adam."""
 
     name = "clipping"
-    sentence = "Clipping cuts the gradients to a tiny part of their norm in nearly every step."
+    sentence = "Clipping cuts the gradients to a tiny part of their norm in nearly every step, or finds none."
     sites, columns, reads_probe = ("scalar", "param", UPDATE), ("mean", "sum_sq"), True
     settings = (
         Setting("ratio", 100, "times max_norm", "usual clipping cuts a norm of 2 to 30 to 1"),
@@ -220,6 +223,8 @@ class Clipping(CheckRule):
 
     def set_up(self) -> None:
         self._moves, self._lane, self._balance = Moves(), -1, 0
+        self._empty: tuple[int, int] | None = None
+        """The first step and the number of steps, if every clip has found gradients of norm zero."""
         self._cuts: tuple[int, int, int, float] | None = None
         """Since nine of ten steps are cut: the first and the last of them, their number, the sum of the cuts' logs."""
 
@@ -238,6 +243,8 @@ class Clipping(CheckRule):
         are_paired = np.bincount(ids, np.where(is_limit, 1, -1)) == 0
         largest[0] *= are_paired | (largest[1] == 0)
         for step, norm, limit in zip(rows.steps[firsts].tolist(), *largest.tolist(), strict=True):
+            begun, num = self._empty or (step, 0)
+            self._empty = (begun, num + 1) if not norm and num >= 0 else (begun, -1)
             self._lane = int(rows.lanes[0])
             is_cut = 0 < self.thresholds["ratio"] * limit < norm
             self._balance = min(self._balance + (1 if is_cut else -9 * (norm > 0)), 90)  # not finite: recorded as 0
@@ -251,6 +258,10 @@ class Clipping(CheckRule):
     def finish(self) -> Iterator[Finding]:
         if self._lane < 0:
             self.why_not_judged = "needs a call of torch.nn.utils.clip_grad_norm_"
+        since, num = self._empty or (0, -1)
+        if num >= self.thresholds["steps"] and self._moves.total > 0:
+            one = self.finding(self._lane, since, _CLIPS_NOTHING, "", 0.0, 0.0, since=since)
+            yield one._replace(ranks=(), advice="clip after the backward, and before optimizer.step()")
         first, last, num, total = self._cuts or (0, 0, 0, 0.0)
         if num >= self.thresholds["steps"]:
             moved, cut = self._moves.total / max(self._moves.num, 1), math.exp(total / num)
