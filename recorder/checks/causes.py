@@ -112,7 +112,7 @@ _LINKS: tuple[tuple[str, Callable[[Finding, Finding, _Seen], bool], tuple[str, .
     ("evaluation_output", _is_later, ("overfitting",)),
     ("not_cleared", _is_later, ("spike", "jump", "loss", "update", "exploding")),
     ("outlier_rank", _has_other_rate, ("replica", "outlier_rank")),
-    ("loss", _has_wrong_sign, ("spike", "jump", "update", "exploding", "saturated", "dead", "nonfinite")),
+    ("loss", _has_wrong_sign, ("spike", "jump", "update", "exploding", "saturated", "dead", "nonfinite", "unchanged")),
     ("spike", _is_by_rate, ("update", "nonfinite", "jump", "spike", "loss", "exploding")),
     (
         "update", _is_later,
