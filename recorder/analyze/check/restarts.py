@@ -248,8 +248,8 @@ class _Start(NamedTuple):
         num = max((sum(step in steps for steps in hits.values()) for step in restored), default=0)
         after, is_at_end = _after(before, moving, loaded, end)
         is_end = first == end or (first == begin and is_other_run and sum(is_at_end) >= least)
-        most = num - (first == end or end - 1 in restored[1:])
-        if is_end and sum(map(len, after.values())) > max(most, least - 1):
+        most, num_after = num - (first == end or end - 1 in restored[1:]), sum(map(len, after.values()))
+        if is_end and num_after > most and num_after >= max(least, len(hits) / 2):
             hits, restored = after, [end]
         # Some programs count from 1.
         if is_other_run and not (restored and (first > begin + 1 or max(restored) > begin)):
@@ -289,7 +289,7 @@ def _judge(before: _Values, now: _Values, attempt: str, other: str, counting: st
     if start is None:
         return []
     if not start.restored:
-        what = f"{attempt} continues at step {start.first} with other parameters than the run had at this step: "
+        what = f"{attempt} continues at step {start.first} with other parameters than the run had by then: "
         is_far = not other and _are_far(start.moving, start.loaded, start.first, start.begin)
         return [_on_model(start.first, what + "other weights were loaded, or none", _LOAD)] if is_far else []
     at = start.step
@@ -361,12 +361,12 @@ def _are_same(a: float, b: float) -> bool:
 
 
 def _are_far(moving: Mapping[_Key, _Series], loaded: Mapping[_Key, float], first: int, begin: int) -> bool:
-    """Return whether the parameters are far from those that the run had at the first step of the restart.
+    """Return whether the parameters are far from those that the run had at the first step of the restart, or last.
 
     They are near if the checkpoint rounded them, or if an attempt was killed after the checkpoint of a step that it did
     not record. If the steps begin anew, the training may do so, too, with other random numbers.
     """
-    there = {key: one.at(first) for key, one in moving.items()}
+    there = {key: float(one.values[-1]) if first > one.steps[-1] else one.at(first) for key, one in moving.items()}
     is_far = [
         abs(loaded[key] - there[key]) > max(abs(one.values[0] - there[key]) / 2, _ROUNDED * loaded[key])
         for key, one in moving.items()

@@ -25,6 +25,7 @@ CASES = (
     "last",
     "scheduler",
     "nan",
+    "end_other",
 )
 """The first four are sound."""
 OF_THE_END = ("end_sound", "end_frozen", "end_partial", "end_schedule")
@@ -64,6 +65,7 @@ def test_a_restart_that_restores_all_or_nothing_is_sound(judged: Judged, case: s
         ("state", "attempt 1 has the parameters of step 20, and Adam counts its updates anew"),
         ("schedule", "attempt 1 has the learning rate 0.01, which was 0.005 at step 20 before"),
         ("scheduler", "attempt 1 has the learning rate"),
+        ("end_other", "attempt 1 continues at step 30 with other parameters than the run had by then"),
     ],
 )
 def test_what_was_not_restored_is_named(judged: Judged, case: str, said: str) -> None:
