@@ -91,6 +91,7 @@ class CurveRule(CheckRule):
         """By curve, the number of samples before the step that is being judged."""
         self._newest: dict[int, int] = {}
         """By curve of a norm, the curve that has replaced it last."""
+        self.replaced: set[int] = set()
         self.most = 0
         self.reported = -1
         """The curve of the last finding."""
@@ -188,6 +189,7 @@ class CurveRule(CheckRule):
             found[at] = curve
             for one in () if not has_new[at].any() else at[np.argsort(steps[at], kind="stable")].tolist():
                 if has_new[one] and is_begun:
+                    self.replaced.add(curve)
                     self._newest[first] = curve = self._new_curve(self.keys[first], self.lanes[first])
                 found[one], is_begun = curve, True
         return found
@@ -422,7 +424,11 @@ class Spike(CurveRule):
                     self._mild[curve] = int(num[index]) + 1, limit
                 self._spiking.setdefault(curve, (limit, 0))
                 yield JudgedSample(index, what, kind, value, limit, Severity.NOTE if is_mild else None)
-        self._spiking = {one: how for one, how in self._spiking.items() if self.keys[one].training == self.training}
+        self._spiking = {
+            one: how
+            for one, how in self._spiking.items()
+            if self.keys[one].training == self.training and one not in self.replaced
+        }
         if self._spiking:
             for curve, value in zip(curves.tolist(), values.tolist(), strict=True):
                 if curve in self._spiking:  # a NaN loss is no sample, so its spike never ends
