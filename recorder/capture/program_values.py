@@ -59,7 +59,7 @@ _MAX_MADE_BY = 64
 """How many nodes are searched for the parameters that have made an argument."""
 _EARLY_STEPS = 10
 """At so many steps the labels of a loss are looked for, whether a rule keeps them or not."""
-_SHIFT_STEPS, _MOST_SHIFT, _LEAST_SHIFTED = 3, 2, 8
+_SHIFT_STEPS, _MOST_SHIFT, _LEAST_SHIFTED = 3, 2, 32
 """At so many steps, labels are compared with tokens of the input: how far shifted at most, of how many at least."""
 _MAX_NODES, _MAX_MISSES, _MAX_KINDS = 16, 8, 256
 """How many nodes of a loss's graph are searched for labels, and how many graphs of one kind that have none."""

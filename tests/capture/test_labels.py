@@ -266,12 +266,13 @@ def _padded(tokens: Tensor, shift: int) -> Tensor:
         (lambda tokens: _padded(tokens, 1), 1),
         (lambda tokens: tokens[:, 2:], 2),
         (lambda tokens: _padded(tokens, 2), 2),
-        (lambda tokens: torch.where(torch.arange(12) < 3, tokens, -100), 0),
+        (lambda tokens: torch.where(torch.arange(12) < 9, tokens, -100), 0),
         (lambda tokens: torch.full_like(tokens, -100).index_fill(1, torch.tensor([3]), 7), -1),
         (lambda tokens: tokens.flip(1), -1),
         (lambda tokens: _padded(tokens, 3), -1),
         (lambda tokens: tokens[:, 3:], None),
         (lambda tokens: tokens[:, 0], None),
+        (lambda tokens: torch.where(torch.arange(12) < 7, tokens, -100), -1),  # fewer than 32 may agree by chance
         (lambda tokens: torch.full_like(tokens, -100), -1),
     ],
 )  # fmt: skip
