@@ -23,7 +23,7 @@ from torch.nn.utils import clip_grad
 from ..observe.selection import NOTHING, scalar_keep, unit_dim_of
 from ..observe.tree import tensor_leaves
 from ..records import SeenValue, StepPosition, ValuePlace
-from ..sites import CLIP_LIMIT, CLIP_NORM, EVALUATION_LOSS, LABEL_SHIFT, LABELS, OBJECTIVE, is_validation_loss
+from ..sites import CLIP_LIMIT, CLIP_NORM, EVALUATION_LOSS, LABELS, OBJECTIVE, is_validation_loss
 from ..system.processes import loaded
 from ..taps.graphs import in_functorch, is_traced
 from .aliases import chunk_of_gradient, has_owner
@@ -59,7 +59,7 @@ _MAX_MADE_BY = 64
 """How many nodes are searched for the parameters that have made an argument."""
 _EARLY_STEPS = 10
 """At so many steps the labels of a loss are looked for, whether a rule keeps them or not."""
-_SHIFT_STEPS, _MOST_SHIFT, _LEAST_SHIFTED = 3, 2, 32
+_SHIFT_STEPS, _MOST_SHIFT, _LEAST_SHIFTED, _WRONG_SHIFTS = 3, 2, 32, (0, 2)
 """At so many steps, labels are compared with tokens of the input: how far shifted at most, of how many at least."""
 _MAX_NODES, _MAX_MISSES, _MAX_KINDS = 16, 8, 256
 """How many nodes of a loss's graph are searched for labels, and how many graphs of one kind that have none."""
@@ -242,6 +242,8 @@ class LossFinder:
         """By the names of the first nodes of a graph, in how many such graphs, one after the other, were no labels."""
         self._looks: dict[tuple[str, tuple[str, ...]], int] = {}
         """By root and names of first nodes, how many graphs were searched for arguments that a loss does not expect."""
+        self._shifts: list[tuple[Root, int, torch.Tensor, torch.cuda.Event | None]] = []
+        """Of the first labels: the root, the step, how far they are shifted, and the event after which it is known."""
         self.look_at_rules()
 
     def look_at_rules(self) -> None:
@@ -340,6 +342,10 @@ class LossFinder:
                 self._looks[root.name, kind] = num_looks + 1
                 self._look_at_arguments(node)
         self._look_for_labels(node, kind, root)
+        if self._shifts and ((event := self._shifts[0][3]) is None or event.query()):
+            of_labels, step, shift, _ = self._shifts.pop(0)
+            if int(shift) in _WRONG_SHIFTS:
+                of_labels.inventory.note_loss_argument(f"Shift of {int(shift)}", step)
 
     def _look_at_arguments(self, node: Any) -> None:
         """Note an argument that a loss does not expect, for the model that has made it."""
@@ -381,7 +387,7 @@ class LossFinder:
                 if self._capture.clock.step < _SHIFT_STEPS and not slice_.moment.micro_step and not has_more:
                     shift = _shift_of(labels, hooked.given())
                     if shift is not None:
-                        self._scalars.record(LABEL_SHIFT, shift)
+                        self._shifts.append((root, self._capture.clock.step, *_on_host(shift)))
 
     def close(self) -> None:
         """Remove the wrappers. If the program has wrapped one of our wrappers, the program's wrapper keeps working."""
@@ -445,17 +451,20 @@ def _labels_below(loss: Any, *, is_first_enough: bool) -> tuple[torch.Tensor | N
 
 
 def _shift_of(labels: torch.Tensor, tokens: torch.Tensor | None) -> torch.Tensor | None:
-    """Return how many places after each token its label stands in the same row of tokens; see `sites.LABEL_SHIFT`.
+    """Return how many places after each token its label stands in the same row of tokens, from 0 to `_MOST_SHIFT`.
 
-    Labels below zero are ignored. Return None for what is no batch of tokens. Nothing here waits for a device.
+    That is -1 if none of these holds for each label, or more than one does. Labels below zero are ignored. Return None
+    for what is no batch of tokens. Nothing here waits for a device.
     """
     are_whole = all(type(one) is torch.Tensor and one.dtype in (torch.int64, torch.int32) for one in (tokens, labels))
-    if tokens is None or tokens.dim() != 2 or not are_whole:
+    if tokens is None or tokens.dim() != 2 or not are_whole or not (tokens.is_cpu or tokens.is_cuda):
         return None
     num_rows, length = tokens.shape
     num_labels = labels.numel() // max(num_rows, 1)
     is_batch = num_labels * num_rows == labels.numel() and length - num_labels in range(_MOST_SHIFT + 1)
     if not is_batch or num_labels <= _MOST_SHIFT or labels.device != tokens.device:
+        return None
+    if tokens.is_cuda and torch.cuda.is_current_stream_capturing():
         return None
     with torch.no_grad():
         rows, equal = labels.detach().reshape(num_rows, num_labels), []
@@ -465,6 +474,16 @@ def _shift_of(labels: torch.Tensor, tokens: torch.Tensor | None) -> torch.Tensor
             equal.append(((compared == meant) | (compared < 0)).all() & ((compared >= 0).sum() >= _LEAST_SHIFTED))
         hits = torch.stack(equal).long()
         return torch.where(hits.sum() == 1, hits.argmax(), -1)
+
+
+def _on_host(value: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+    """Begin to copy a number of a device to the host. Return the copy, and the event after which it is there."""
+    if not value.is_cuda:
+        return value, None
+    event = torch.cuda.Event()
+    host = torch.empty_like(value, device="cpu", pin_memory=True).copy_(value, non_blocking=True)
+    event.record()
+    return host, event
 
 
 def _wrong_argument(loss: Any) -> tuple[str, Any] | None:

@@ -17,6 +17,7 @@ from .rules.curves import RISEN
 from .rules.data import ALL_IGNORED, Data
 from .rules.losses import WRONG_SIGN
 from .rules.no_gradient import NO_GRADIENT
+from .rules.programs import LossArgument
 from .rules.values import SKIPS
 
 _MAX_CAUSES = 100
@@ -162,7 +163,7 @@ def with_causes(findings: Sequence[Finding], catalog: Catalog) -> list[Finding]:
     for rule, is_linked, rules in _LINKS:
         candidates = [one for other in rules for one in by_rule.get(other, ())]
         causes = (one for one in by_rule.get(rule, ()) if id(one) not in cause_of and HARMLESS not in one.what)
-        causes = (one for one in causes if rule != Data.name or one.severity > Severity.NOTE)
+        causes = (one for one in causes if rule not in (Data.name, LossArgument.name) or one.severity > Severity.NOTE)
         for cause in islice(causes, _MAX_CAUSES if candidates else 0):
             for one in candidates:
                 is_free = one is not cause and id(one) not in cause_of and _root_of(cause, cause_of) is not one

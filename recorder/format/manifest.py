@@ -103,7 +103,9 @@ class RecordedModule:
     """The first step at which the module was seen in evaluation mode while an optimizer stepped."""
     loss_argument: str = ""
     """Of the first module: the function of the loss that got an argument which it does not expect, and the function
-    that made the argument, by autograd's names: ``LogSoftmax of Softmax``. ``Neg of NllLoss`` is a negated loss."""
+    that made the argument, by autograd's names: ``LogSoftmax of Softmax``. ``Neg of NllLoss`` is a negated loss.
+    ``Shift of 2`` says that each label is the token two places after that of the input at its place, and ``Shift of 0``
+    that it is this token."""
     loss_argument_since: int | None = None
     """The step at which this argument was seen first."""
     has_many_labels: bool = False

@@ -14,7 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import recorder
-from recorder.sites import LABEL_SHIFT, LABELS
+from recorder.analyze.check.check import check
+from recorder.checks.rule import Severity
+from recorder.sites import LABELS
 
 RULES = (
     "module='' site=input keep=tensor,stats; module='' site=input name=loss.labels keep=tensor,stats;"
@@ -262,18 +264,18 @@ def _padded(tokens: Tensor, shift: int) -> Tensor:
     ("labels_of", "shift"),
     [
         (lambda tokens: tokens.clone(), 0),
-        (lambda tokens: tokens[:, 1:], 1),
-        (lambda tokens: _padded(tokens, 1), 1),
+        (lambda tokens: tokens[:, 1:], None),
+        (lambda tokens: _padded(tokens, 1), None),
         (lambda tokens: tokens[:, 2:], 2),
         (lambda tokens: _padded(tokens, 2), 2),
         (lambda tokens: torch.where(torch.arange(12) < 9, tokens, -100), 0),
-        (lambda tokens: torch.full_like(tokens, -100).index_fill(1, torch.tensor([3]), 7), -1),
-        (lambda tokens: tokens.flip(1), -1),
-        (lambda tokens: _padded(tokens, 3), -1),
+        (lambda tokens: torch.full_like(tokens, -100).index_fill(1, torch.tensor([3]), 7), None),
+        (lambda tokens: tokens.flip(1), None),
+        (lambda tokens: _padded(tokens, 3), None),
         (lambda tokens: tokens[:, 3:], None),
         (lambda tokens: tokens[:, 0], None),
-        (lambda tokens: torch.where(torch.arange(12) < 7, tokens, -100), -1),  # fewer than 32 may agree by chance
-        (lambda tokens: torch.full_like(tokens, -100), -1),
+        (lambda tokens: torch.where(torch.arange(12) < 7, tokens, -100), None),  # fewer than 32 may agree by chance
+        (lambda tokens: torch.full_like(tokens, -100), None),
     ],
 )  # fmt: skip
 def test_how_far_labels_are_from_the_tokens_of_the_input(tmp_path: Path, labels_of: Any, shift: int | None) -> None:
@@ -288,7 +290,16 @@ def test_how_far_labels_are_from_the_tokens_of_the_input(tmp_path: Path, labels_
             F.cross_entropy(logits.reshape(-1, 50), labels.reshape(-1)).backward()
             optimizer.step()
             optimizer.zero_grad()
-    frame: Any = recorder.open_run(tmp_path).to_pandas()
-    found = frame[frame.name == LABEL_SHIFT]
-    expected = [] if shift is None else [(step, shift) for step in range(3)]
-    assert list(zip(found.step, found["mean"], strict=True)) == expected
+    found = check(recorder.open_run(tmp_path), ["loss_argument"]).findings
+    expected = {
+        None: [],
+        0: [("the labels of the loss are the tokens of the input, each at its place", Severity.NOTE)],
+        2: [
+            (
+                "each label of the loss is the token after the next one of the input: the labels are shifted twice",
+                Severity.WARNING,
+            )
+        ],
+    }
+    assert [(one.what, one.severity) for one in found] == expected[shift]
+    assert all(one.step == 0 for one in found)

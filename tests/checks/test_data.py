@@ -10,7 +10,7 @@ import pytest
 from recorder.checks.rows import IS_PROBE, ModuleFacts
 from recorder.checks.rule import Severity
 from recorder.checks.rules.data import Data
-from recorder.sites import LABEL_SHIFT, LABELS
+from recorder.sites import LABELS
 from recorder.system.text import counted, number
 from tests.checks.rows import Recorded
 from tests.checks.test_rules import noise, said, subjects
@@ -157,32 +157,6 @@ def test_labels_that_stay_from_one_step_on_are_named_by_the_numbers_of_each_step
     assert [(one.name, one.step, one.since, one.what, one.severity) for one in found] == [
         (LABELS, 50, 31, "the labels never change", Severity.WARNING)
     ]
-
-
-@pytest.mark.parametrize(
-    ("shift", "said_of_it"),
-    [
-        (0, [("the labels are the tokens of the input, each at its place", Severity.NOTE)]),
-        (1, []),
-        (
-            2,
-            [
-                (
-                    "each label is the token after the next one of the input: the labels are shifted twice",
-                    Severity.WARNING,
-                )
-            ],
-        ),
-        (-1, []),
-    ],
-)
-def test_labels_that_are_not_the_next_tokens_are_named(shift: int, said_of_it: list[Any]) -> None:
-    recorded = Recorded()
-    for step in range(3):
-        recorded.add(step, "", float(shift), site="scalar", name=LABEL_SHIFT)
-    found = recorded.judge(Data).findings
-    assert [(one.what, one.severity) for one in found] == said_of_it
-    assert {(one.name, one.step) for one in found} <= {(LABEL_SHIFT, 0)}
 
 
 def test_rare_classes_are_no_labels_of_one_class() -> None:

@@ -37,10 +37,6 @@ ALL_IGNORED = f"all labels are {IGNORED}, which the loss ignores"
 _RANKED = "; each stands for one of several candidates, of which the first may be right on purpose"
 _OF_SEVERAL = "; other losses of the same backward have other labels, as that of a domain beside that of a class"
 _AGAIN = "the batch repeats that of 1 record before, again and again"
-_COPIED = "the labels are the tokens of the input, each at its place"
-_COPIES = "unless the model is to copy, shift the labels, so that each is the token that follows"
-_TWICE, _SHIFTED_TWICE = 2, "each label is the token after the next one of the input: the labels are shifted twice"
-_SHIFT_ONCE = "shift the labels once, in the data or in the model: the models of Hugging Face shift them"
 _NORMALISE = "subtract the mean of the inputs, and divide by their standard deviation"
 _IN_ORDER = "shuffle the training set anew in each epoch; a DistributedSampler does so after its set_epoch(epoch)"
 _MOST = 0.75
@@ -57,9 +53,9 @@ class Data(CheckRule):
     name = "data"
     sentence = (
         "Two data-parallel ranks get the same batch, a batch is repeated or is empty, an input or the labels are "
-        "constant, the labels are not the next tokens, or an input is not normalised."
+        "constant, or an input is not normalised."
     )
-    sites, columns, reads_probe = ("input", "scalar"), (*_BATCH, "min", "max"), True
+    sites, columns, reads_probe = ("input",), (*_BATCH, "min", "max"), True
     more_columns = ("fingerprint.hash",)
     settings = (
         Setting("records", 3, "records", "a missing sampler repeats every batch"),
@@ -78,7 +74,6 @@ class Data(CheckRule):
         self._repeats, self._sizes = Streaks(), Streaks()
         self._last, reported = Memory(), Memory(0.0)
         self._constant_labels, self._flat, self._empty = Streaks(reported), Streaks(reported), Streaks(reported)
-        self._shifts = Streaks()
         self._held: list[tuple[int, Finding]] = []
         """The findings that later records may contradict or explain, each with the input and rank."""
         self._classes: dict[int, tuple[int, list[Floats]]] = {}
@@ -99,13 +94,9 @@ class Data(CheckRule):
 
     def wants(self, key: SeriesKey) -> bool:
         """Return whether a series is an input of the complete model in training. A validation may repeat samples."""
-        is_input = key.site == "input" and not key.module_path
-        return key.mode == "train" and (is_input or key.name == sites.LABEL_SHIFT)
+        return key.site == "input" and not key.module_path and key.mode == "train"
 
     def add(self, rows: Rows) -> Iterator[Finding]:
-        is_shift = rows.where("shift", lambda key: key.name == sites.LABEL_SHIFT)
-        yield from self._shifted(rows.take(is_shift).by_lane())
-        rows = rows.take(~is_shift)
         is_label = rows.where("labels", _holds_labels)
         told = rows.take(_tells_apart(rows) & ~is_label & ~(rows.are_float() & (rows["l2"] == 0)))
         recorded = told.without_probe()
@@ -264,20 +255,6 @@ class Data(CheckRule):
         what = "all elements of the input are zero"
         for index, num, since in self._empty.reached(rows.lanes, rows.steps, is_empty, self.thresholds["records"]):
             yield self._in_a_row(int(rows.lanes[index]), int(rows.steps[index]), what, num, "records", since)
-
-    def _shifted(self, rows: Rows) -> Iterator[Finding]:
-        """Report a loss whose labels are the tokens of the input themselves, as for an autoencoder, or two after them.
-
-        A token that is predicted is the next one, so two shifts are one too many.
-        """
-        values = rows["mean"]
-        is_odd = (values == 0) | (values == _TWICE)
-        for index, _, since in self._shifts.reached(rows.lanes, rows.steps, is_odd, 1):
-            lane, step, is_twice = int(rows.lanes[index]), int(rows.steps[index]), values[index] == _TWICE
-            severity = Severity.WARNING if is_twice else Severity.NOTE
-            what = _SHIFTED_TWICE if is_twice else _COPIED
-            one = self.finding(lane, step, what, "", math.nan, math.nan, severity, since)
-            yield one._replace(advice=_SHIFT_ONCE if is_twice else _COPIES)
 
     def _judge_size(self, rows: Rows) -> Iterator[Finding]:
         """Look, on rank 0, for a first argument whose elements are far larger than layers expect, but for norms."""

@@ -104,13 +104,17 @@ def _trains_last(modules: Sequence[ModuleFacts]) -> bool:
     return bool(trained) and max(untrained) < min(trained) and len(untrained) >= len(trained)
 
 
+_NOT_SHIFTED = "the labels of the loss are the tokens of the input, each at its place"
+_SHIFT = "unless the model is to copy, shift the labels, so that each is the token that follows"
+_SHIFTED_TWICE = "each label of the loss is the token after the next one of the input: the labels are shifted twice"
+_SHIFT_ONCE = "shift the labels once, in the data or in the model: the models of Hugging Face shift them"
 NEGATED = "Neg of "
 """How the function of a loss begins that is the negative of a loss that is never negative."""
 
 
 class LossArgument(_ProgramRule):
     name = "loss_argument"
-    sentence = "A loss of logits or log-probabilities gets something else, such as the result of a softmax."
+    sentence = "A loss gets something else than logits or log-probabilities, or labels of other tokens."
     sites = ("scalar",)
     advice = "give the loss what the last layer returns, without a softmax, a sigmoid or a ReLU"
 
@@ -118,6 +122,9 @@ class LossArgument(_ProgramRule):
         for module, facts in self.catalog.modules.items():
             if facts.loss_argument and not facts.loss_argument.startswith(NEGATED):
                 function, _, argument = facts.loss_argument.partition(" of ")
+                if function == "Shift":
+                    yield self._of_shift(module, facts.loss_argument_since or 0, is_twice=argument == "2")
+                    continue
                 expected = "log-probabilities" if function.startswith("NllLoss") else "logits"
                 made = _MAKES.get(argument, "the result of a layer")
                 what = f"{_FUNCTIONS.get(function, function)} expects {expected}, and gets {made}"
@@ -128,6 +135,12 @@ class LossArgument(_ProgramRule):
                 elif function.startswith("NllLoss"):
                     one = one._replace(advice=_OF_NLL)
                 yield one
+
+    def _of_shift(self, module: tuple[str, str], since: int, *, is_twice: bool) -> Finding:
+        """Return a finding on labels that are not the next tokens. An autoencoder's are those of the input: a note."""
+        severity = self.severity if is_twice else Severity.NOTE
+        one = self.finding_on(module, since, _SHIFTED_TWICE if is_twice else _NOT_SHIFTED, severity=severity)
+        return one._replace(advice=_SHIFT_ONCE if is_twice else _SHIFT)
 
 
 class NotCleared(_ProgramRule):
