@@ -59,7 +59,7 @@ _MAX_MADE_BY = 64
 """How many nodes are searched for the parameters that have made an argument."""
 _EARLY_STEPS = 10
 """At so many steps the labels of a loss are looked for, whether a rule keeps them or not."""
-_SHIFT_STEPS, _MOST_SHIFT, _LEAST_SHIFTED, _WRONG_SHIFTS = 3, 2, 32, (0, 2)
+_SHIFT_STEPS, _MOST_SHIFT, _LEAST_SHIFTED, _WRONG_SHIFTS = 3, 2, 32, {0, 2}
 """At so many steps, labels are compared with tokens of the input: how far shifted at most, of how many at least."""
 _MAX_NODES, _MAX_MISSES, _MAX_KINDS = 16, 8, 256
 """How many nodes of a loss's graph are searched for labels, and how many graphs of one kind that have none."""
@@ -342,10 +342,16 @@ class LossFinder:
                 self._looks[root.name, kind] = num_looks + 1
                 self._look_at_arguments(node)
         self._look_for_labels(node, kind, root)
-        if self._shifts and ((event := self._shifts[0][3]) is None or event.query()):
-            of_labels, step, shift, _ = self._shifts.pop(0)
-            if int(shift) in _WRONG_SHIFTS:
-                of_labels.inventory.note_loss_argument(f"Shift of {int(shift)}", step)
+        if self._shifts and self._capture.clock.step >= _SHIFT_STEPS:
+            self._note_shift()
+
+    def _note_shift(self) -> None:
+        """Note that labels are not the next tokens, if all of the first steps' are shifted alike."""
+        if all(event is None or event.query() for *_, event in self._shifts):
+            shifts, steps = {int(one) for *_, one, _ in self._shifts}, [step for _, step, _, _ in self._shifts]
+            if shifts <= _WRONG_SHIFTS and len(shifts) == 1 and len(set(steps)) == _SHIFT_STEPS:
+                self._shifts[0][0].inventory.note_loss_argument(f"Shift of {shifts.pop()}", steps[0])
+            self._shifts.clear()
 
     def _look_at_arguments(self, node: Any) -> None:
         """Note an argument that a loss does not expect, for the model that has made it."""
@@ -461,17 +467,20 @@ def _shift_of(labels: torch.Tensor, tokens: torch.Tensor | None) -> torch.Tensor
         return None
     num_rows, length = tokens.shape
     num_labels = labels.numel() // max(num_rows, 1)
-    is_batch = num_labels * num_rows == labels.numel() and length - num_labels in range(_MOST_SHIFT + 1)
+    is_batch = num_labels * num_rows == labels.numel() and length - num_labels in (0, 1)
     if not is_batch or num_labels <= _MOST_SHIFT or labels.device != tokens.device:
         return None
     if tokens.is_cuda and torch.cuda.is_current_stream_capturing():
         return None
     with torch.no_grad():
         rows, equal = labels.detach().reshape(num_rows, num_labels), []
+        vary = ((rows[:, 1:] != rows[:, :-1]) & (rows[:, 1:] >= 0)).sum() >= _LEAST_SHIFTED // 2
         for shift in range(_MOST_SHIFT + 1):
             end = min(num_labels, length - shift)
             compared, meant = rows[:, :end], tokens[:, shift : shift + end]
-            equal.append(((compared == meant) | (compared < 0)).all() & ((compared >= 0).sum() >= _LEAST_SHIFTED))
+            equal.append(
+                ((compared == meant) | (compared < 0)).all() & ((compared >= 0).sum() >= _LEAST_SHIFTED) & vary
+            )
         hits = torch.stack(equal).long()
         return torch.where(hits.sum() == 1, hits.argmax(), -1)
 

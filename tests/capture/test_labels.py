@@ -260,13 +260,29 @@ def _padded(tokens: Tensor, shift: int) -> Tensor:
     return F.pad(tokens[:, shift:], (0, shift), value=-100)
 
 
+def predict(model: nn.Module, folder: Path, labels_of: Callable[[Tensor, int], Tensor]) -> list[tuple[str, Severity]]:
+    """Five steps on tokens; what is said of the loss's arguments."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with recorder.attach(model, enabled=True, dir=folder, rules="site=input,scalar keep=stats"):
+        for step in range(5):
+            tokens = torch.randint(0, 50, (4, 12))
+            labels = labels_of(tokens, step)
+            logits = model(tokens)[:, : labels.shape[1]] if labels.dim() > 1 else model(tokens)[:, 0]
+            F.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    found = check(recorder.open_run(folder), ["loss_argument"]).findings
+    assert all(one.step in (0, 3) for one in found)
+    return [(one.what, one.severity) for one in found]
+
+
 @pytest.mark.parametrize(
     ("labels_of", "shift"),
     [
         (lambda tokens: tokens.clone(), 0),
         (lambda tokens: tokens[:, 1:], None),
         (lambda tokens: _padded(tokens, 1), None),
-        (lambda tokens: tokens[:, 2:], 2),
+        (lambda tokens: tokens[:, 2:], None),  # perhaps a copy of what follows two words of a task
         (lambda tokens: _padded(tokens, 2), 2),
         (lambda tokens: torch.where(torch.arange(12) < 9, tokens, -100), 0),
         (lambda tokens: torch.full_like(tokens, -100).index_fill(1, torch.tensor([3]), 7), None),
@@ -280,26 +296,37 @@ def _padded(tokens: Tensor, shift: int) -> Tensor:
 )  # fmt: skip
 def test_how_far_labels_are_from_the_tokens_of_the_input(tmp_path: Path, labels_of: Any, shift: int | None) -> None:
     torch.manual_seed(0)
-    model = Tokens()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with recorder.attach(model, enabled=True, dir=tmp_path, rules="site=input,scalar keep=stats"):
-        for _ in range(5):
-            tokens = torch.randint(0, 50, (4, 12))
-            labels = labels_of(tokens)
-            logits = model(tokens)[:, : labels.shape[1]] if labels.dim() > 1 else model(tokens)[:, 0]
-            F.cross_entropy(logits.reshape(-1, 50), labels.reshape(-1)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    found = check(recorder.open_run(tmp_path), ["loss_argument"]).findings
-    expected = {
-        None: [],
-        0: [("the labels of the loss are the tokens of the input, each at its place", Severity.NOTE)],
-        2: [
-            (
-                "each label of the loss is the token after the next one of the input: the labels are shifted twice",
-                Severity.WARNING,
-            )
-        ],
-    }
-    assert [(one.what, one.severity) for one in found] == expected[shift]
-    assert all(one.step == 0 for one in found)
+    assert predict(Tokens(), tmp_path, lambda tokens, step: labels_of(tokens)) == SAID.get(shift, [])
+
+
+SAID: dict[int | None, list[tuple[str, Severity]]] = {
+    0: [("the labels of the loss are the tokens of the input, each at its place", Severity.NOTE)],
+    2: [
+        (
+            "each label of the loss is the token after the next one of the input: the labels are shifted twice",
+            Severity.WARNING,
+        )
+    ],
+}
+
+
+def test_labels_that_are_shifted_by_chance_or_in_turns_are_not_named(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    said = predict(Tokens(), tmp_path / "turns", lambda tokens, step: _padded(tokens, 2 - step % 2))
+    assert said == []
+    said = predict(Tokens(), tmp_path / "rare", lambda tokens, step: _padded(tokens.fill_(3), 2))
+    assert said == []
+
+
+def test_another_argument_takes_the_place_of_labels_that_may_be_meant(tmp_path: Path) -> None:
+    class Late(Tokens):
+        num = 0
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            self.num += 1
+            made = super().forward(tokens)
+            return made.softmax(-1) if self.num > 3 else made
+
+    torch.manual_seed(0)
+    ((what, severity),) = predict(Late(), tmp_path, lambda tokens, step: tokens.clone())
+    assert "softmax" in what and severity == Severity.WARNING

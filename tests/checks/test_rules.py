@@ -285,6 +285,17 @@ def test_a_part_that_is_unfrozen_is_no_spike(since: int) -> None:
     assert [(one.rule, one.step) for one in recorded.judge(Spike).findings] == [("spike", 180)]
 
 
+def test_a_spike_shortly_after_a_small_new_gradient_is_named() -> None:
+    """Of many experts, rare ones get their first gradients late."""
+    recorded = Recorded({f"experts.{number}": "Linear" for number in range(16)})
+    for step in range(200):
+        for number in range(16):
+            if step >= 12 * number:
+                size = 100.0 if step == 150 else 1.0
+                recorded.add(step, f"experts.{number}", size * (1 + noise(step) / 20), site="grad", name="weight")
+    assert [(one.rule, one.step) for one in recorded.judge(Spike).findings] == [("spike", 150)]
+
+
 def test_noise_neither_spikes_nor_jumps() -> None:
     recorded = gradients(lambda step, path: 1.0)
     assert said(recorded, Spike) == [] and said(recorded, Jump) == []
@@ -415,7 +426,7 @@ def test_clipping_that_always_cuts_to_nothing_is_named(norm: Any, since: int | N
 def test_clipping_that_finds_no_gradient_is_named(norm: Any, is_said: bool) -> None:
     found = said(clips(norm), Clipping)
     assert [(one.since, one.severity) for one in found] == [(0, Severity.WARNING)] * is_said
-    assert all("finds gradients of norm 0" in one.what for one in found)
+    assert all("finds a norm of 0" in one.what for one in found)
     assert said(clips(norm, steps=19), Clipping) == [] == said(clips(norm, size=0.0), Clipping)
 
 

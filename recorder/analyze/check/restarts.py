@@ -306,11 +306,9 @@ def _judge(before: _Values, now: _Values, attempt: str, other: str, counting: st
             near = range(min(start.restored) - 1, max(start.restored) + 2)
             findings += _rates(known, now, (start.first, at), near, attempt, of_other)
         findings += _batches(before, now, attempt, earlier)
-    is_new_phase = start.first == start.begin
-    return [
-        one._replace(severity=Severity.NOTE) if other and (is_new_phase or one.site == "scalar") else one
-        for one in findings
-    ]  # what another run does may be on purpose
+    # Another run may be continued with other parameters, or at another rate, on purpose.
+    is_sure = not other or at == start.begin
+    return [one if is_sure else one._replace(severity=Severity.NOTE) for one in findings]
 
 
 def _parameters(start: _Start, at: int, attempt: str, of_other: str, earlier: str) -> Iterator[Finding]:

@@ -334,7 +334,7 @@ class Inventory:
 
     def note_loss_argument(self, argument: str, step: int) -> None:
         """Note which function of a loss got, at `step`, an argument that it does not expect."""
-        if self._modules and "loss_argument" not in self._modules[0]:
+        if self._modules and self._modules[0].get("loss_argument", "Shift").startswith("Shift"):  # that may be meant
             self._add(0, {"loss_argument": argument, "loss_argument_since": step})
 
     def note_many_labels(self) -> None:

@@ -20,6 +20,8 @@ _RECOVERED = 10
 """Spikes are over once each curve that spiked has had this many records in a row below the spike's limit."""
 _FADING = 0.97
 """The factor by which the remembered largest sample shrinks with each further sample: 23 samples halve it."""
+_LEAST_NEW = 0.5
+"""The least part of the sum of squares that new gradients have where a norm begins anew. Less raises it 1.4 times."""
 _KEPT_STEPS = 16
 _MAX_KEPT_ROWS = 400_000
 _TINY = 1e-3
@@ -158,9 +160,9 @@ class CurveRule(CheckRule):
         squares, means = np.nan_to_num(rows["sum_sq"]), np.nan_to_num(rows["mean"])
         counts = np.bincount(ids)
         losses, norms = np.bincount(ids, means) / counts, np.sqrt(np.bincount(ids, squares))
-        all_curves = self._of_more_gradients(
-            curve_of[starts], rows.steps[starts], np.isin(np.arange(len(starts)), ids[firsts])
-        )
+        news = np.bincount(ids[firsts], squares[firsts], len(starts))
+        has_new = (news > 0) & (news >= _LEAST_NEW * np.bincount(ids, squares))
+        all_curves = self._of_more_gradients(curve_of[starts], rows.steps[starts], has_new)
         by_count = np.argsort(counts, kind="stable")  # the last of several steps of a curve has the most values
         curves = all_curves[by_count]
         self.num_values[curves] = np.maximum(self.num_values[curves], counts[by_count])
@@ -178,8 +180,8 @@ class CurveRule(CheckRule):
     def _of_more_gradients(self, curves: Integers, steps: Integers, has_new: Flags) -> Integers:
         """Return the curves of samples. A norm of more gradients than before begins another curve.
 
-        That is so from the step on at which a program unfreezes a part of the model. `has_new` says which samples have
-        a gradient that was never there before.
+        That is so from the step on at which a program unfreezes a part of the model. `has_new` says of which samples
+        a good part are gradients that were never there before.
         """
         found = curves.copy()
         for first in np.unique(curves[self.is_loss[curves] == 0]).tolist():

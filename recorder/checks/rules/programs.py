@@ -218,7 +218,10 @@ PROGRAM_RULES = (NotOptimized, LossArgument, NotCleared, EvaluationMode, BatchFi
 """The rules that read only facts about modules. So they can judge a training as soon as a fact is known."""
 
 
-_CLIPS_NOTHING = "each clip finds gradients of norm 0, before the backward or after they were cleared, and cuts nothing"
+_CLIPS_NOTHING = (
+    "each clip finds a norm of 0, or one that is not finite, and cuts nothing: it comes before the backward or after "
+    "the gradients were cleared, or its parameters have none"
+)
 
 
 class Clipping(CheckRule):
