@@ -28,6 +28,7 @@ from ..system.processes import loaded
 from ..taps.graphs import in_functorch, is_traced
 from .aliases import chunk_of_gradient, has_owner
 from .hooks.callbacks import CaptureForHooks, GradientArrives, watch_gradient
+from .hooks.module import SHIFT_STEPS
 from .hooks.objectives import SharedTensors
 from .hooks.root import Root
 from .local_values import UnsupportedKind, plain, requires_gradient
@@ -59,8 +60,8 @@ _MAX_MADE_BY = 64
 """How many nodes are searched for the parameters that have made an argument."""
 _EARLY_STEPS = 10
 """At so many steps the labels of a loss are looked for, whether a rule keeps them or not."""
-_SHIFT_STEPS, _MOST_SHIFT, _LEAST_SHIFTED, _WRONG_SHIFTS = 3, 2, 32, {0, 2}
-"""At so many steps, labels are compared with tokens of the input: how far shifted at most, of how many at least."""
+_MOST_SHIFT, _LEAST_SHIFTED, _WRONG_SHIFTS = 2, 32, {0, 2}
+"""The furthest place of a label after its token, the least number of labels, and the places that are no next token."""
 _MAX_NODES, _MAX_MISSES, _MAX_KINDS = 16, 8, 256
 """How many nodes of a loss's graph are searched for labels, and how many graphs of one kind that have none."""
 
@@ -342,14 +343,14 @@ class LossFinder:
                 self._looks[root.name, kind] = num_looks + 1
                 self._look_at_arguments(node)
         self._look_for_labels(node, kind, root)
-        if self._shifts and self._capture.clock.step >= _SHIFT_STEPS:
+        if self._shifts and self._capture.clock.step >= SHIFT_STEPS:
             self._note_shift()
 
     def _note_shift(self) -> None:
         """Note that labels are not the next tokens, if all of the first steps' are shifted alike."""
         if all(event is None or event.query() for *_, event in self._shifts):
             shifts, steps = {int(one) for *_, one, _ in self._shifts}, [step for _, step, _, _ in self._shifts]
-            if shifts <= _WRONG_SHIFTS and len(shifts) == 1 and len(set(steps)) == _SHIFT_STEPS:
+            if shifts <= _WRONG_SHIFTS and len(shifts) == 1 and len(set(steps)) == SHIFT_STEPS:
                 self._shifts[0][0].inventory.note_loss_argument(f"Shift of {shifts.pop()}", steps[0])
             self._shifts.clear()
 
@@ -390,8 +391,8 @@ class LossFinder:
             else:
                 self._misses.pop(kind, None)
                 hooked.record_labels(labels, slice_, keep)
-                if self._capture.clock.step < _SHIFT_STEPS and not slice_.moment.micro_step and not has_more:
-                    shift = _shift_of(labels, hooked.given())
+                if self._capture.clock.step < SHIFT_STEPS and not slice_.moment.micro_step and not has_more:
+                    shift = _shift_of(labels, hooked.tokens)
                     if shift is not None:
                         self._shifts.append((root, self._capture.clock.step, *_on_host(shift)))
 

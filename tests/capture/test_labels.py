@@ -267,7 +267,9 @@ def predict(model: nn.Module, folder: Path, labels_of: Callable[[Tensor, int], T
         for step in range(5):
             tokens = torch.randint(0, 50, (4, 12))
             labels = labels_of(tokens, step)
-            logits = model(tokens)[:, : labels.shape[1]] if labels.dim() > 1 else model(tokens)[:, 0]
+            given = tokens.clone()
+            logits = model(given)[:, : labels.shape[1]] if labels.dim() > 1 else model(given)[:, 0]
+            del given  # as Hugging Face's Trainer does
             F.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)).backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -36,6 +36,8 @@ _Call = tuple[Slice, str, int, "tuple[int, int] | None"]
 """A call of a module: `Slice` (the model's forward and backward), phase, call index, `Slice.new_graph`'s result."""
 _UNKNOWN = None, NOTHING, False
 _MAX_LEAVES = 4096
+SHIFT_STEPS = 3
+"""At so many first steps, labels are compared with the tokens of the model's first argument."""
 _MOST_GIVEN = 4
 """The most tensors that a model is given by turns where they are told from tensors that are new at each call."""
 _OVER_TIME = (nn.RNNBase, nn.MultiheadAttention)
@@ -100,6 +102,7 @@ class HookedModule:
         "rule_sets",
         "time_and_batch",
         "times_given",
+        "tokens",
         "was_called",
     )
 
@@ -132,6 +135,8 @@ class HookedModule:
         the model in training that makes no graph."""
         self._signature: tree.Signature | None = None
         self._given: Callable[[], torch.Tensor | None] = lambda: None
+        self.tokens: torch.Tensor | None = None
+        """The first argument of the root's last call, if the call was at the first steps and it has rows of tokens."""
         self._given_before: tuple[Callable[[], torch.Tensor | None], ...] = ()
         self.times_given, self.given_since = 0, 0
         """For how many calls in training, in a row, the first argument has been one of a few tensors, and since which
@@ -289,15 +294,13 @@ class HookedModule:
 
     def _note_given(self, tensor: torch.Tensor, step: int) -> None:
         self._given = weakref.ref(tensor)
+        is_of_tokens = step < SHIFT_STEPS and type(tensor) is torch.Tensor and tensor.dim() == 2
+        self.tokens = tensor if is_of_tokens and tensor.dtype in (torch.int64, torch.int32) else None
         if any(known() is tensor for known in self._given_before):
             self.times_given += 1
         else:
             self.times_given, self.given_since = 1, step
             self._given_before = (*self._given_before[1 - _MOST_GIVEN :], self._given)
-
-    def given(self) -> torch.Tensor | None:
-        """Return the first argument of the root's last call in training, if it is still alive."""
-        return self._given()
 
     def keep_of_labels(self, moment: StepPosition) -> int:
         """Return what to keep of the labels of a loss, as bits of KEEP_*."""
