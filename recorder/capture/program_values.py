@@ -479,9 +479,8 @@ def _shift_of(labels: torch.Tensor, tokens: torch.Tensor | None) -> torch.Tensor
         for shift in range(_MOST_SHIFT + 1):
             end = min(num_labels, length - shift)
             compared, meant = rows[:, :end], tokens[:, shift : shift + end]
-            equal.append(
-                ((compared == meant) | (compared < 0)).all() & ((compared >= 0).sum() >= _LEAST_SHIFTED) & vary
-            )
+            is_enough = (compared >= 0).sum() >= _LEAST_SHIFTED
+            equal.append(((compared == meant) | (compared < 0)).all() & is_enough & vary)
         hits = torch.stack(equal).long()
         return torch.where(hits.sum() == 1, hits.argmax(), -1)
 

@@ -103,27 +103,27 @@ def restarts_of(run: Run) -> ComparisonResult:
             if writer is writers[0]:
                 continued = _continued(earlier, run.name, rank, values)
                 if continued is not None:
-                    findings += _judge(continued.values, values, "the run", continued.name, _counting(writer))
-            else:
-                findings += _judge(before, values, f"attempt {writer.attempt}", "", _counting(writer))
+                    of_other = (continued.start, continued.values, values, "the run", continued.name)
+                    findings += _judge(*of_other, _counting(writer))
+            elif start := _Start.of(before, values, is_other_run=False):
+                findings += _judge(start, before, values, f"attempt {writer.attempt}", "", _counting(writer))
             before = _replaced(before, values)
     except RunError as error:
         return ComparisonResult(findings, f"the probe cannot be read: {error}")
     if continued is None:
         return ComparisonResult(findings, "" if several else Restart.needs)
-    note = f"the run began with parameters of {continued.name}, of its step {continued.step}"
-    if continued.is_end:
-        note = f"the run seems to continue {continued.name} after its last step, {continued.step - 1}"
+    step, end = continued.start.step, continued.start.end
+    note = f"the run began with parameters of {continued.name}, of its step {step}"
+    if step == end:
+        note = f"the run seems to continue {continued.name} after its last step, {end - 1}"
     return ComparisonResult(findings, "", [note])
 
 
 class _Earlier(NamedTuple):
     name: str
     values: _Values
-    step: int
-    """The step of which the later run has parameters."""
-    is_end: bool
-    """Whether these are the parameters after the last step, which were not recorded."""
+    start: _Start
+    """With what the later run begins, of what this one had."""
 
 
 def _earlier_runs(run: Run) -> list[ListedRun]:
@@ -134,7 +134,10 @@ def _earlier_runs(run: Run) -> list[ListedRun]:
     earlier = []
     with suppress(RecorderError):  # a folder that cannot be listed
         earlier = [one for one in runs_in(folder) if one.created_ns < (run.manifest.created_ns or 0)]
-    return [one for one in earlier if _MOMENT.sub("", one.name) == program and one.run_id][-_MOST_EARLIER:][::-1]
+    of_program = [
+        one for one in earlier if _MOMENT.sub("", one.name) == program and one.run_id
+    ]  # a merged run has none
+    return of_program[-_MOST_EARLIER:][::-1]
 
 
 def _continued(earlier: Sequence[ListedRun], run_name: str, rank: int | None, now: _Values) -> _Earlier | None:
@@ -147,7 +150,7 @@ def _continued(earlier: Sequence[ListedRun], run_name: str, rank: int | None, no
                 if start := _Start.of(values, now, is_other_run=True):
                     names = [other.name for other in earlier]
                     name = one.name if one.name != run_name and names.count(one.name) == 1 else one.location.name
-                    return _Earlier(name, values, start.step, start.step == start.end)
+                    return _Earlier(name, values, start)
     return None
 
 
@@ -275,19 +278,17 @@ def _after(
     return hits, is_at_end
 
 
-def _judge(before: _Values, now: _Values, attempt: str, other: str, counting: str) -> list[Finding]:
+def _judge(start: _Start, before: _Values, now: _Values, attempt: str, other: str, counting: str) -> list[Finding]:
     """Return what an attempt did not restore, or what a run did not of another one.
 
     Args:
+        start: with what the attempt begins.
         before: what the attempts before had, or the other run.
         now: what the attempt has.
         attempt: the attempt in words.
         other: the name of the other run; empty for an attempt.
         counting: the optimizer whose state counts the steps of the attempt, if one does.
     """
-    start = _Start.of(before, now, is_other_run=bool(other))
-    if start is None:
-        return []
     if not start.restored:
         what = f"{attempt} continues at step {start.first} with other parameters than the run had by then: "
         is_far = not other and _are_far(start.moving, start.loaded, start.first, start.begin)

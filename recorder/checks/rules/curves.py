@@ -152,9 +152,9 @@ class CurveRule(CheckRule):
 
     def _samples(self, rows: Rows) -> tuple[Integers, Integers, Floats, Floats]:
         """Return each sample's curve, step and value. Also return by row the growth of a gradient's sum of squares."""
-        by_step = np.argsort(rows.steps, kind="stable")
-        is_new = np.isnan(self._number[rows.lanes[by_step]])
-        firsts = by_step[is_new][np.unique(rows.lanes[by_step][is_new], return_index=True)[1]]
+        new = np.flatnonzero(np.isnan(self._number[rows.lanes]))
+        new = new[np.argsort(rows.steps[new], kind="stable")]
+        firsts = new[np.unique(rows.lanes[new], return_index=True)[1]]
         curve_of = self._curves_of(rows.lanes)
         ids, starts = grouped(curve_of, rows.steps)
         squares, means = np.nan_to_num(rows["sum_sq"]), np.nan_to_num(rows["mean"])
@@ -183,6 +183,8 @@ class CurveRule(CheckRule):
         That is so from the step on at which a program unfreezes a part of the model. `has_new` says of which samples
         a good part are gradients that were never there before.
         """
+        if not has_new.any() and not self._newest:
+            return curves
         found = curves.copy()
         for first in np.unique(curves[self.is_loss[curves] == 0]).tolist():
             curve = self._newest.get(first, first)
