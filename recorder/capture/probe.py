@@ -123,7 +123,7 @@ _HELD_BYTES = 1 << 22
 _QUICK_ITEMS = 2 * ITEMS_OF_THREAD
 """A value with fewer elements is measured by one thread, however many threads there are."""
 _strided = torch.strided
-_dtype_and_shape, _is_cpu = operator.attrgetter("dtype", "shape"), operator.attrgetter("is_cpu")
+_dtype, _shape, _is_cpu = map(operator.attrgetter, ("dtype", "shape", "is_cpu"))
 
 
 class ProbedGroup(NamedTuple):
@@ -625,8 +625,13 @@ def addresses(
     all addresses are 0, because kernels take the tensors themselves. The tensors are not visited in Python, because
     there may be thousands of them at each step.
     """
-    are_known = len(tensors) == len(values) and are_plain(tensors)
-    if not are_known or list(map(_dtype_and_shape, tensors)) != list(map(_dtype_and_shape, values)):
+    # No list of dtypes or shapes is made: its many small objects would make the garbage collector run.
+    if (
+        len(tensors) != len(values)
+        or not are_plain(tensors)
+        or not all(map(operator.is_, map(_dtype, tensors), map(_dtype, values)))
+        or not all(map(operator.eq, map(_shape, tensors), map(_shape, values)))
+    ):
         return None
     if lie_fit is None:
         place = tensors[0].device

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import subprocess
 import sys
@@ -761,6 +762,25 @@ def test_a_plan_of_known_values_heeds_calls_and_shapes_and_lazy_bits(tmp_path: P
     assert list(parameters.step) == [1, 3, 5, 7]
     assert list(parameters["shape"].astype(str)) == ["[2,2]"] * 3 + ["[1,4]"]
     assert list(gradients[gradients.step >= 5]["mean"]) == [1.0, 1.0]
+
+
+def test_a_step_that_only_the_probe_measures_makes_the_garbage_collector_run_no_more_often(tmp_path: Path) -> None:
+    model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(500)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def collections_of_a_step() -> int:
+        before = gc.get_stats()[0]["collections"]
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return gc.get_stats()[0]["collections"] - before
+
+    without = max(collections_of_a_step() for _ in range(5))
+    with flagged(tmp_path, PROBE):
+        for _ in range(9):  # the last of the early steps whose models are looked at
+            collections_of_a_step()
+        with_probe = min(collections_of_a_step() for _ in range(5))
+    assert with_probe <= without + 2  # 6 with a list of the dtypes and shapes, and 2 without a recorder
 
 
 def test_an_optimizer_without_a_hash_is_recorded(tmp_path: Path) -> None:
