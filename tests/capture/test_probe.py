@@ -769,11 +769,12 @@ def test_a_step_that_only_the_probe_measures_makes_the_garbage_collector_run_no_
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
     def collections_of_a_step() -> int:
-        before = gc.get_stats()[0]["collections"]
+        before: int = gc.get_stats()[0]["collections"]
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-        return gc.get_stats()[0]["collections"] - before
+        after: int = gc.get_stats()[0]["collections"]
+        return after - before
 
     without = max(collections_of_a_step() for _ in range(5))
     with flagged(tmp_path, PROBE):

@@ -364,7 +364,30 @@ def test_a_loss_that_leaps_as_its_targets_do_is_a_note(
     (one,) = recorded.judge(LossStuck, rows_a_batch).findings
     assert what in one.what
     assert one.severity == (Severity.NOTE if growth > 1 and begins > 0.1 else Severity.WARNING)
-    assert ("its targets went from" in one.detail) is (growth > 1)
+    assert ("the targets of the loss went from" in one.detail) is (growth > 1)
+
+
+@pytest.mark.parametrize(
+    ("targets", "is_class", "is_note"),
+    [
+        (lambda step: 1 + step / 20, False, True),
+        (lambda step: 1 + step / 20, True, False),
+        (lambda step: 1.0, False, False),
+        (lambda step: 1e3 if step == 180 else 1.0, False, False),
+    ],
+    ids=["grow", "classes of an order", "stay", "one bad batch"],
+)
+def test_a_leap_of_a_training_whose_targets_have_grown_is_a_note(targets: Any, is_class: bool, is_note: bool) -> None:
+    """As those of a DQN, which are sums of its own outputs: the scale of the first steps holds no longer."""
+    recorded = gradients(lambda step, path: 50.0 if step == 180 else 1.0, steps=200)
+    for step in range(200):
+        values = np.abs(noise(step, shape=(32,), scale=targets(step)))
+        recorded.add(step, "", values, site="input", name=LABELS, dtype="int64" if is_class else "float32")
+    for rule in (Spike, Jump):
+        (one,) = said(recorded, rule)
+        assert one.step == 180
+        assert (one.severity == Severity.NOTE) is is_note
+        assert ("the targets of the loss went from" in one.detail) is is_note
 
 
 def test_a_loss_that_is_nan_from_the_first_step_on_is_not_said_to_stand_still() -> None:

@@ -11,6 +11,7 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
+from ...sites import LABELS
 from ...system.text import module_in_words, number
 from ..rows import Flags, Floats, Integers, Memory, Rows, SeriesKey, concatenate, grouped, previous
 from ..rule import CALIBRATED, CheckRule, Finding, Setting, Severity
@@ -32,6 +33,13 @@ _MAY_MOVE = ("input", "output", "grad_output", "param", "grad")
 _MOVED = math.log(2)
 RISEN = "the learning rate"
 """The first words of a finding's detail if a learning rate rose before the finding."""
+_MAX_TARGETS = 256
+_FEWEST_TARGETS = 3
+_CERTAIN = 5
+"""The number of standard deviations by which the mean of the targets must have changed."""
+_NUM_LAST_TARGETS = 64
+_GREW = 1.5
+"""Targets that a network makes have grown if the last ones are this many times as large as the first ones."""
 _ROSE = 3.0
 """A learning rate that rises by this factor from one record to the next is named beside a spike that follows."""
 
@@ -265,6 +273,66 @@ class Rings:
         return replaced
 
 
+class Targets:
+    """The sizes of the targets of a loss. They change where a network makes the targets, as in a DQN."""
+
+    def __init__(self) -> None:
+        self._first: list[Rows] = []
+        self._last: list[Rows] = []
+
+    def add(self, rows: Rows) -> None:
+        rows = rows.take(rows.where("targets", lambda key: key.name == LABELS))
+        if not len(rows):
+            return
+        if (room := _MAX_TARGETS - sum(map(len, self._first))) > 0:
+            self._first.append(rows.take(slice(room)))
+        self._last.append(rows)
+        while len(self._last) > 1 and sum(map(len, self._last[1:])) >= _MAX_TARGETS:
+            del self._last[0]
+
+    def change(self, one: Finding, window: int) -> str:
+        """Say how the targets changed in the `window` steps before a finding. Return "" if only their noise did."""
+        steps, sizes = self._sizes(self._last, one)
+        now = sizes[steps > one.step - window // 2]  # a median rises once half of its window is above
+        return self._told(sizes[steps <= one.step - window], now)
+
+    def _growth(self, one: Finding) -> str:
+        """Say how far targets that are no classes have grown since the first steps. Return "" if they have not."""
+        _, first = self._sizes(self._first, one, is_numeric=True)
+        _, last = self._sizes(self._last, one, is_numeric=True)
+        last = last[-_NUM_LAST_TARGETS:]
+        has_grown = len(first) and len(last) and last.mean() > _GREW * first.mean()
+        return self._told(first, last) if has_grown else ""
+
+    def as_note(self, one: Finding) -> Finding:
+        """Make a finding a note if the targets have grown: what follows them has the same scale no longer."""
+        if not (grown := self._growth(one)):
+            return one
+        return one._replace(severity=Severity.NOTE, detail="; ".join(filter(None, [grown, one.detail])))
+
+    @staticmethod
+    def _sizes(some: list[Rows], one: Finding, *, is_numeric: bool = False) -> tuple[Integers, Floats]:
+        if not some:
+            return np.zeros(0, np.int64), np.zeros(0)
+        rows = concatenate(some)
+        rows = rows.take(np.isin(rows.ranks, one.ranks) & (rows.steps <= one.step) & ~np.isnan(rows.rms))
+        rows = rows.take(rows.are_float()) if is_numeric else rows
+        order = np.argsort(rows.steps, kind="stable")
+        return rows.steps[order], rows.rms[order]
+
+    @staticmethod
+    def _told(before: Floats, now: Floats) -> str:
+        if min(len(before), len(now)) < _FEWEST_TARGETS:
+            return ""
+        noise = math.sqrt(before.var() / len(before) + now.var() / len(now))
+        is_changed = abs(now.mean() - before.mean()) > _CERTAIN * noise
+        return (
+            f"the targets of the loss went from {number(before.mean())} to {number(now.mean())} on average"
+            if is_changed
+            else ""
+        )
+
+
 class Recent:
     """Keeps the rows of the last few steps, to find the value that moved first and the learning rate that rose."""
 
@@ -351,7 +419,7 @@ class Spike(CurveRule):
 
     def set_up(self) -> None:
         super().set_up()
-        self._recent = Recent()
+        self._recent, self._targets = Recent(), Targets()
         self._num_details = 0
         self._window = max(int(self.thresholds["window"]), 2)
         self._rings = Rings(self._window)
@@ -370,13 +438,14 @@ class Spike(CurveRule):
 
     def add(self, rows: Rows) -> Iterator[Finding]:
         self._recent.add(rows)
+        self._targets.add(rows)
         is_curve = rows.where("loss or grad", lambda key: key.is_loss or key.site == "grad")
         for one in super().add(rows.take(is_curve)) if is_curve.any() else ():
             self._num_details += 1
             if self._num_details <= _MAX_DETAILS:
                 told = self._recent.risen_rate(one), self._recent.first_moved(one)
                 one = one._replace(detail="; ".join(filter(None, told)))
-            yield one
+            yield self._targets.as_note(one)
 
     def has_passed(self, its_curves: list[int], curves: Integers, values: Floats) -> bool:
         if self._spiking:
@@ -465,10 +534,20 @@ class Jump(CurveRule):
 
     def set_up(self) -> None:
         super().set_up()
+        self._targets = Targets()
         self._largest, self._is_up, self._recent = Memory(0.0), Memory(0.0), Memory(0.0)
         """Three numbers by curve. The first is the largest of the first samples. The second is 1 while the curve is
         above its limit, since only the first sample above it is reported. The third is the largest of the last samples,
         and shrinks with each further sample."""
+
+    def wants(self, key: SeriesKey) -> bool:
+        return super().wants(key) or key.name == LABELS
+
+    def add(self, rows: Rows) -> Iterator[Finding]:
+        self._targets.add(rows)
+        is_gradient = rows.at("grad")
+        for one in super().add(rows.take(is_gradient)) if is_gradient.any() else ():
+            yield self._targets.as_note(one)
 
     def has_passed(self, its_curves: list[int], curves: Integers, values: Floats) -> bool:
         passed = []

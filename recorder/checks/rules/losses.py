@@ -11,9 +11,9 @@ import numpy as np
 from ...sites import EVALUATION_LOSS, LABELS, UPDATE, is_validation_loss
 from ...system.text import number
 from ..normal import Moves
-from ..rows import Floats, Integers, Memory, Rows, SeriesKey, concatenate
+from ..rows import Floats, Integers, Memory, Rows, SeriesKey
 from ..rule import CALIBRATED, Finding, Setting, Severity
-from .curves import CurveRule, JudgedSample, Rings
+from .curves import CurveRule, JudgedSample, Rings, Targets
 from .programs import NEGATED
 
 _NUM_BLOCKS = 32
@@ -28,8 +28,6 @@ _STAYS = ", and stays up"
 WRONG_SIGN = "without bound"
 _BOTTOMLESS = f" falls below zero {WRONG_SIGN}"
 _NEGATED = f" falls {WRONG_SIGN}: it is the negative of a loss that is never negative"
-_MAX_TARGETS = 256
-_FEWEST_TARGETS = 3
 _CERTAIN = 5
 """The number of standard deviations that a fall must have to be no noise."""
 
@@ -70,21 +68,17 @@ class LossStuck(CurveRule):
         """By curve, the median of the last samples."""
         self._risen: dict[Finding, int] = {}
         """The curve of each finding of a rise or a leap."""
-        self._targets: list[Rows] = []
-        """The rows of the labels of the last losses, and of those that are being judged."""
+        self._targets = Targets()
 
     def wants(self, key: SeriesKey) -> bool:
         return key.is_loss or key.site in ("param", UPDATE) or key.name == LABELS
 
     def add(self, rows: Rows) -> Iterator[Finding]:
         """Judge the losses. A loss that leaps as its targets change is a note: a network of targets may be renewed."""
-        targets = rows.take(rows.where("targets", lambda key: key.name == LABELS))
-        self._targets += [targets] if len(targets) else []
-        while len(self._targets) > 1 and sum(map(len, self._targets[1:])) >= _MAX_TARGETS:
-            del self._targets[0]
+        self._targets.add(rows)
         rows = self._moves.add(rows)
         for one in super().add(rows) if len(rows) else ():
-            if changed := self._changed_targets(one):
+            if changed := self._targets.change(one, self._window):
                 severity = Severity.NOTE if one.what.endswith(_STAYS) else one.severity
                 one = one._replace(severity=severity, detail=changed)
             if WRONG_SIGN in one.what:
@@ -100,20 +94,6 @@ class LossStuck(CurveRule):
             return revised
         what = f"{one.what.removesuffix(_STAYS)}, and comes back later"
         return revised._replace(severity=Severity.NOTE, what=what)
-
-    def _changed_targets(self, one: Finding) -> str:
-        """Return how the targets of a loss changed before a finding, beyond their noise. Empty if they did not."""
-        if not self._targets:
-            return ""
-        rows = concatenate(self._targets)
-        rows = rows.take(np.isin(rows.ranks, one.ranks) & (rows.steps <= one.step) & ~np.isnan(rows.rms))
-        before = rows.rms[rows.steps <= one.step - self._window]
-        now = rows.rms[rows.steps > one.step - self._window // 2]  # a median rises once half of its window is above
-        if min(len(before), len(now)) < _FEWEST_TARGETS:
-            return ""
-        noise = math.sqrt(before.var() / len(before) + now.var() / len(now))
-        is_changed = abs(now.mean() - before.mean()) > _CERTAIN * noise
-        return f"its targets went from {number(before.mean())} to {number(now.mean())} on average" if is_changed else ""
 
     def judge(self, curves: Integers, values: Floats) -> Iterator[JudgedSample]:
         for rings in (self._rings, self._earlier, self._steps, self._blocks):
