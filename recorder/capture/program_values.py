@@ -47,6 +47,7 @@ _OF_LOGITS = ("Softmax", "Sigmoid", "Relu")
 _WRONG_BELOW = {
     "LogSoftmax": _OF_LOGITS, "BinaryCrossEntropyWithLogits": _OF_LOGITS,
     "NllLoss": (*_OF_LOGITS, "Addmm", "Convolution"), "NllLoss2D": (*_OF_LOGITS, "Convolution"),
+    "CtcLoss": (*_OF_LOGITS, "Addmm", "Mm", "Convolution"),
 }  # fmt: skip
 """By the kind of a node of autograd, the kinds of nodes that make an argument which the function does not expect."""
 _SHAPES_ALONE = (
@@ -514,6 +515,8 @@ def _wrong_argument(loss: Any) -> tuple[str, Any] | None:
             below = _first_below(below)
         if below is not None and _kind(below) in _WRONG_BELOW.get(kind, ()):
             return f"{kind} of {_kind(below)}", node
+        if kind == "CtcLoss" and below is not None and _is_over_time(below, node):
+            return "CtcLoss of Time", node
         if kind in _OF_DIFFERENCES:
             sizes = [_expanded_dims(node, name) for name in ("self", "target")]
             if sizes[0] and sizes[1] and not sizes[0] & sizes[1] and 0 in sizes[0] | sizes[1]:
@@ -526,7 +529,18 @@ def _is_over_batch(node: Any) -> bool:
     """Return whether a node is a log_softmax of [N, C] over N. A square of similarities, [N, N], has no classes."""
     made = _saved(node, "result") if _kind(node) == "LogSoftmax" else None
     is_of_classes = made is not None and made.dim() == 2 and made.shape[0] != made.shape[1]
-    return is_of_classes and node._saved_dim % 2**64 in (0, 2**64 - 2)
+    return is_of_classes and _dim_of(node) in (0, -2)
+
+
+def _is_over_time(node: Any, loss: Any) -> bool:
+    """Return whether a node is a log_softmax over as many elements as a CTC loss [T, N, C] has no classes."""
+    made, given = (_saved(node, "result") if _kind(node) == "LogSoftmax" else None), _saved(loss, "log_probs")
+    return made is not None and given is not None and made.shape[_dim_of(node)] != given.shape[-1]
+
+
+def _dim_of(node: Any) -> int:
+    """Return the dim that a node has saved, which autograd gives as an unsigned number of 64 bits."""
+    return int((node._saved_dim + 2**63) % 2**64 - 2**63)
 
 
 def _negated(loss: Any) -> Any:

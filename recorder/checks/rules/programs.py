@@ -19,14 +19,18 @@ _KINDS = ("Dropout", "Norm")
 
 _FUNCTIONS = {
     "LogSoftmax": "the log_softmax of the loss, as of cross_entropy,", "NllLoss": "nll_loss", "NllLoss2D": "nll_loss",
-    "BinaryCrossEntropyWithLogits": "binary_cross_entropy_with_logits",
+    "BinaryCrossEntropyWithLogits": "binary_cross_entropy_with_logits", "CtcLoss": "ctc_loss",
 }  # fmt: skip
-_OF_NLL = "give nll_loss the log_softmax of the last layer's output over the classes, or use cross_entropy instead"
+_OF_LOG_PROBABILITIES = {
+    "NllLoss": "give nll_loss the log_softmax of the last layer's output over the classes, or use cross_entropy",
+    "CtcLoss": "give ctc_loss the log_softmax of the last layer's output over the classes, as [time, batch, classes]",
+}
 _BROADCAST = "the loss compares each output with all labels of the batch, because their shapes are broadcast"
 _MAKES = {
     "Softmax": "the probabilities that a softmax has made", "Sigmoid": "the probabilities that a sigmoid has made",
     "Relu": "the result of a ReLU, which is never below zero",
     "Batch": "a log_softmax over the samples of the batch, and not over the classes",
+    "Time": "a log_softmax over the time or the batch, and not over the classes",
 }  # fmt: skip
 
 
@@ -125,15 +129,16 @@ class LossArgument(_ProgramRule):
                 if function == "Shift":
                     yield self._of_shift(module, facts.loss_argument_since or 0, is_twice=argument == "2")
                     continue
-                expected = "log-probabilities" if function.startswith("NllLoss") else "logits"
+                of_log_probabilities = _OF_LOG_PROBABILITIES.get(function.removesuffix("2D"))
+                expected = "log-probabilities" if of_log_probabilities else "logits"
                 made = _MAKES.get(argument, "the result of a layer")
                 what = f"{_FUNCTIONS.get(function, function)} expects {expected}, and gets {made}"
                 is_broadcast = argument == "Expand"
                 one = self.finding_on(module, facts.loss_argument_since or 0, _BROADCAST if is_broadcast else what)
                 if is_broadcast:
                     one = one._replace(advice="squeeze or unsqueeze the outputs or the labels")
-                elif function.startswith("NllLoss"):
-                    one = one._replace(advice=_OF_NLL)
+                elif of_log_probabilities:
+                    one = one._replace(advice=of_log_probabilities)
                 yield one
 
     def _of_shift(self, module: tuple[str, str], since: int, *, is_twice: bool) -> Finding:

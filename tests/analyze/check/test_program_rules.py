@@ -216,6 +216,11 @@ def _binary(values: torch.Tensor) -> torch.Tensor:
     return nn.functional.binary_cross_entropy_with_logits(values, torch.ones_like(values))
 
 
+def _ctc(values: torch.Tensor) -> torch.Tensor:
+    """The loss of values [8, 1, 5] of the time, the batch and the classes."""
+    return nn.functional.ctc_loss(values, torch.tensor([[1, 2]]), torch.tensor([8]), torch.tensor([2]))
+
+
 @pytest.mark.parametrize(
     ("loss", "expected"),
     [
@@ -231,6 +236,12 @@ def _binary(values: torch.Tensor) -> torch.Tensor:
         (lambda y, c: nn.functional.nll_loss(y.softmax(1)[c > 1], c[c > 1]), "nll_loss expects log-probabilities, and"),
         (lambda y, c: nn.functional.nll_loss(y.log_softmax(0), c), "log_softmax over the samples of the batch"),
         (lambda y, c: nn.functional.nll_loss((y @ y.T).log_softmax(0), torch.arange(8)), ""),
+        (lambda y, c: _ctc(y[:, None].log_softmax(-1)), ""),
+        (lambda y, c: _ctc(y[None].log_softmax(-1).transpose(0, 1)), ""),
+        (lambda y, c: _ctc(y[:, None]), "ctc_loss expects log-probabilities, and gets the result of a layer"),
+        (lambda y, c: _ctc(y[:, None].softmax(-1)), "ctc_loss expects log-probabilities, and gets the probabilities"),
+        (lambda y, c: _ctc(y[:, None].log_softmax(0)), "gets a log_softmax over the time or the batch, and not over"),
+        (lambda y, c: _ctc(y[None].log_softmax(1).permute(1, 0, 2)), "gets a log_softmax over the time or the batch"),
         (lambda y, c: nn.functional.mse_loss(y, torch.randn(8, 5)), ""),
         (lambda y, c: nn.functional.mse_loss(torch.randn(8), y[:, :1]), "compares each output with all labels"),
         (lambda y, c: nn.functional.mse_loss(y[:, :1], torch.randn(8)), "compares each output with all labels"),
