@@ -91,12 +91,12 @@ def block_rows(
     norms = np.where(is_there, block[_L2], np.nan)
     is_narrow = np.fmax.reduce(norms, axis=1) < _FLOAT32_MAX
     with np.errstate(over="ignore"):
-        narrow = torch.from_numpy(norms.astype(np.float32)).unbind()
+        narrow = norms.astype(np.float32)
     notes: dict[tuple[Any, ...], str] = {}
     for column in np.flatnonzero(most).tolist():
         facts = columns[column].facts
         if has_norm_alone[column]:
-            values = narrow[column] if is_narrow[column] else torch.from_numpy(norms[column])
+            values = torch.from_numpy((narrow if is_narrow[column] else norms)[column])
             facts = facts | {"numel": int(most[column])}
         else:
             values = torch.from_numpy(block[:, column].copy())
@@ -595,9 +595,10 @@ class Probe:
         for its in self._columns[len(self._origins) :]:
             name = f"{its.origin.site} {its.origin.name}" if its.origin.name else its.origin.site
             self._origins.append(its.origin._replace(site=PROBE, name=name))
+        moments = {mode: StepPosition(steps[0].step, None, mode) for mode in {its.mode for its in self._columns}}
         for column, values, note in block_rows(self._columns, steps):
             its, origin = self._columns[column], self._origins[column]
-            moment = StepPosition(steps[0].step, None, its.mode)
+            moment = moments[its.mode]
             self._observe(SeenValue(origin, moment, its.phase, scope=its.scope, note=note), KEEP_TENSOR, values)
 
     def close(self) -> None:
