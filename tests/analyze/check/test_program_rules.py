@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import recorder
 from recorder.analyze.check.check import check, command_of, told_of
+from recorder.analyze.first.first import first
 from recorder.checks.rule import Severity
 from recorder.merge.merge import merge_run
 from tests.rigs.capturing import flagged
@@ -1102,3 +1104,25 @@ def test_a_parameter_that_was_made_in_inference_mode_disturbs_no_look(tmp_path: 
     assert recording.events("hook_error") == []
     found = check(recording.run, rules=["not_optimized"]).findings
     assert {one.name for one in found} == {"weight", "bias"}
+
+
+@pytest.mark.parametrize(("where", "is_sound"), [("2", False), ("0", True)], ids=["as NaN", "behind a tanh"])
+def test_an_infinite_weight_from_the_first_step_on_is_no_mask(tmp_path: Path, where: str, is_sound: bool) -> None:
+    """As of a bad checkpoint. An infinity that leaves all else finite is a note, as that of a mask is."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Sigmoid(), nn.Linear(8, 2), nn.Softmax(1))
+    model.get_submodule(where).weight.data[1, 2] = math.inf if is_sound else -math.inf
+    if not is_sound:
+        model[3] = nn.LayerNorm(8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with flagged(tmp_path) as recording:
+        for _ in range(3):
+            model(torch.randn(8, 4)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    found = [one for one in check(recording.run, rules=["nonfinite"]).findings if one.severity != Severity.NOTE]
+    named = first(recording.run).nonfinite
+    assert (found == []) is (named is None) is is_sound
+    if named is not None:
+        assert (found[0].module_path, found[0].site) == (named.value.module_path, named.value.site) == (where, "output")
+        assert "neither is a parameter of the module: weight" in found[0].what
