@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -63,3 +66,22 @@ def test_a_run_of_no_rows_is_not_called_sound(cli: Cli, run: Path) -> None:
 def test_a_run_that_keeps_no_rows_by_its_rules_lacks_none(cli: Cli, run: Path) -> None:
     lines = cli("doctor", run).out.splitlines()
     assert [line for line in lines if line.startswith(f"missing {run.name}:")] == []
+
+
+KILLED = """
+import os, signal, torch
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model(torch.ones(2, 4)).sum().backward()
+optimizer.step()
+model(torch.ones(2, 4)).sum().backward()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_run_that_was_killed_before_its_first_rows_were_on_disk_is_not_called_sound(cli: Cli, tmp_path: Path) -> None:
+    env = os.environ | {"RECORDER": "1", "RECORDER_DIR": str(tmp_path / "runs"), "RECORDER_FLUSH_INTERVAL_S": "60"}
+    subprocess.run([sys.executable, "-c", KILLED], env=env, check=False, capture_output=True, timeout=120)
+    found = cli("check", tmp_path / "runs")
+    assert found.exit_code == 1 and "it left no rows" in found.out and "nothing is known" in found.out
+    assert "RECORDER_RULES" not in found.out, "no rules would have helped"

@@ -79,7 +79,8 @@ def check_command(
     ranks, and no tensor. The worst findings come first; what a rule says of many modules is one line. A rule whose
     numbers were not recorded is not judged; with --verbose, or --rule, the command says what each such rule needs.
 
-    Exit code 1: a finding of the severity of --fail-on or worse, or the run is damaged, so that there may be one.
+    Exit code 1: a finding of the severity of --fail-on or worse, or the run is damaged or was killed before its first
+    rows were on disk, so that there may be one.
     """
     if fail_on not in _FAIL_ON:
         choices = hint(fail_on, _FAIL_ON)

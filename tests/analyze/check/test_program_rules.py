@@ -1111,7 +1111,7 @@ def test_an_infinite_weight_from_the_first_step_on_is_no_mask(tmp_path: Path, wh
     """As of a bad checkpoint. An infinity that leaves all else finite is a note, as that of a mask is."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Sigmoid(), nn.Linear(8, 2), nn.Softmax(1))
-    model.get_submodule(where).weight.data[1, 2] = math.inf if is_sound else -math.inf
+    dict(model.named_parameters())[f"{where}.weight"].data[1, 2] = math.inf if is_sound else -math.inf
     if not is_sound:
         model[3] = nn.LayerNorm(8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
