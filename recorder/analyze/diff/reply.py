@@ -99,7 +99,8 @@ def _parts(
     yield from _reasons(result, most, common=options.common)
     yield from accusations(result.culprits, most)
     if result.first is not None:
-        yield _describe(result.first)
+        is_later = any(one.kind == BY_PROBE and one.step < result.first.step for one in result.culprits)
+        yield f"first difference{_IN_ROWS * is_later}: {_describe(result.first)}"
     yield from _faults(result, most)
     if is_brief:
         yield from _left_aside(result, options)
@@ -218,6 +219,10 @@ def _by_reason(problems: Sequence[str]) -> Iterator[str]:
         yield f"{shown}: {reason}" if some[0] else reason
 
 
+_IN_ROWS = " in the rows, which not every step has"
+"""What is said of the first difference if the probe, which sees every step, saw a culprit before."""
+
+
 def _describe(first: Difference) -> str:
     value = " ".join(filter(None, (model_in_words(first.root) + repr(first.module_path), first.site, first.name)))
     when = "" if first.micro_step is None else f", micro_step {first.micro_step}"
@@ -235,7 +240,7 @@ def _describe(first: Difference) -> str:
         apart = f": {_statistic_cell(first._asdict())}"
     if first.nonfinite_a or first.nonfinite_b:
         apart += f"; NaN or infinite in {first.nonfinite_a} elements of A, {first.nonfinite_b} of B"
-    return f"first difference: step {first.step}{when}, {value}{rank}: {kind}{apart}"
+    return f"step {first.step}{when}, {value}{rank}: {kind}{apart}"
 
 
 def _rename_lines(hints: Sequence[RenameHint], limit: int) -> Iterator[str]:
@@ -257,7 +262,7 @@ _FACTS = {
     "batch_as_time": "modules take a dim as long as the labels for the time",
     "validated_in_training": "the model is in training mode in a validation",
     "optimizer_anew_since": "a new optimizer makes each update",
-    "loss_argument": "the loss gets an argument that it does not expect, or is negated",
+    "loss_argument": "the rule loss_argument or loss of recorder check names what the loss gets",
     "uncleared": "gradients are not cleared before the next backward",
 }
 """For each fact about a module, what it means if only one of two runs has it."""
