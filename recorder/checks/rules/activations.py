@@ -20,6 +20,10 @@ _CHOOSES = re.compile("top_?k|one_?hot", re.IGNORECASE)
 _HAS_LEFT_ZERO = "a branch that begins at zero has left zero by then"
 _THREE_RECORDS = Setting("records", 3, "records", CALIBRATED)
 
+_OF_DROPOUT = (
+    "look at what comes before the dropout (a learning rate that is too high kills a ReLU), and at its probability"
+)
+
 
 class Dead(StreakRule):
     name = "dead"
@@ -62,7 +66,7 @@ class Dead(StreakRule):
             return one
         name = self.catalog.class_of(self.catalog.key_of(lane))
         if "Dropout" in name:
-            return one._replace(advice="look at the probability of the dropout, and at what comes before")
+            return one._replace(advice=_OF_DROPOUT)
         is_made = not self._are_first[self.catalog.series_of[lane]] and not self._lived.of(lane)
         is_fixed = not self._varied.of(lane) and (_CHOOSES.search(name) is not None or not self._not_ones.of(lane))
         return one._replace(severity=Severity.NOTE) if is_made or is_fixed else one
