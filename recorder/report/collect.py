@@ -107,7 +107,9 @@ def collect(
         facts = facts_of(run, steps=span(run.steps), states=_states(run), rows=rows_text)
         typed = shortest_text_of(run.path, run.name)
         found, notes = (
-            ([], []) if judged is None else (told_by_check(judged.findings, typed, judged.num_unjudged), judged.notes)
+            ([], [])
+            if judged is None
+            else (told_by_check(run, judged.findings, typed, judged.num_unjudged), judged.notes)
         )
         yield top_block(run, checks, found, collected, told, list(facts), notes=notes)
         keys: list[DrawnSeries] = [*axes.index, *other_axes.index]

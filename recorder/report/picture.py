@@ -79,7 +79,7 @@ def write_picture(run: Run, path: Path, panel: str, *, model: str | None = None,
     at = np.linspace(first - 0.5, last + 0.5, _WIDTH)
     first_bad = None
     if panel in _MARKED:
-        first_bad = first_nonfinite(told_by_check(check(run).findings, run.name))
+        first_bad = first_nonfinite(told_by_check(run, check(run).findings, run.name))
     drawn = PANELS[panel](collected, at, first_bad)
     if drawn is None:
         raise LookupFailedError(f"{run.name} has no values for --png {panel}; {_TO_RECORD[panel]}")

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from numpy.lib.stride_tricks import sliding_window_view
 
-from ..analyze.check.check import MAX_FINDINGS, JoinedFindings, command_of, sentence, told_of, where_of
+from ..analyze.check.check import MAX_FINDINGS, JoinedFindings, command_of, has_models, sentence, told_of, where_of
 from ..analyze.doctor.reply import Check
 from ..checks.rule import Finding, Severity
 from ..run.notes import raised
@@ -201,12 +201,12 @@ def found_since(run: Run, checks: Sequence[Check]) -> list[Check]:
     return [Check("missing", problem) for problem in run.problems if problem not in told]
 
 
-def told_by_check(findings: Sequence[Finding], typed: str, num_unjudged: str = "") -> list[Highlight]:
-    """Return the findings in the words of `recorder check`, each with the findings that follow from it.
+def told_by_check(run: Run, findings: Sequence[Finding], typed: str, num_unjudged: str = "") -> list[Highlight]:
+    """Return the findings on a run in the words of `recorder check`, each with the findings that follow from it.
 
     `typed` names the run in the commands on the page. `num_unjudged` says in words how many rules were not judged.
     """
-    told = list(told_of(findings))
+    told = list(told_of(findings, has_models=has_models(run)))
     highlights = [
         _highlight(one, typed)._replace(more=tuple(_highlight(other, typed) for other in under))
         for one, under in told[:MAX_FINDINGS]

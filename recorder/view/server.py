@@ -416,7 +416,7 @@ class Watching:
                 run = Run(*find_run(locations[name]))
                 if run.num_rows <= _MAX_GLANCED_ROWS:
                     glance["loss"] = _losses(run)
-                    told = told_by_check(check(run).findings, run.name) if is_over else []
+                    told = told_by_check(run, check(run).findings, run.name) if is_over else []
                     for mark, part in (("wrong", "found"), ("note", "notes")) if is_over else ():
                         glance[part] = [one.text for one in told if one.mark == mark and one.rule]
             self._glances[name] = state, glance

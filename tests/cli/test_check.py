@@ -74,6 +74,8 @@ def test_what_is_said_of_several_names_is_one_finding_with_the_others_below_it()
     assert first.paths == ["up"] and [one.paths for one in under] == [[""], ["out"], ["down"]]
     assert sentence(under[0]).startswith("unchanged: (the model) param bias, step 3, rank 0: w (")
     assert len(list(told_of([raised, noted._replace(rule="update")]))) == 2
+    ((first, _),) = told_of([warned], has_models=True)
+    assert sentence(first).startswith("unchanged: model: (the model) param bias, step 3, rank 0: w (")
 
 
 @pytest.mark.parametrize(("fail_on", "code"), [("note", 1), ("warning", 1), ("error", 0), ("never", 0)])

@@ -442,19 +442,22 @@ class JoinedFindings(NamedTuple):
     ranks: list[int]
     words: set[str]
     """The texts by which `Finding.cause` refers to these findings."""
+    model: str
+    """The name of the model, to be put before a path. Empty for the only model of a run."""
 
     @classmethod
-    def of(cls, findings: Sequence[Finding]) -> JoinedFindings:
+    def of(cls, findings: Sequence[Finding], *, has_models: bool) -> JoinedFindings:
         steps = [one.first_step for one in findings]
         paths = list(dict.fromkeys(one.module_path for one in findings))
         names = list(dict.fromkeys(one.name for one in findings if one.name))
         ranks = sorted({rank for one in findings for rank in one.ranks})
         words = {words_of(one) for one in findings}
-        return cls(findings[0], paths, names, min(steps), max(steps), ranks, words)
+        model = f"{findings[0].root}: " if has_models and findings[0].root else findings[0].model
+        return cls(findings[0], paths, names, min(steps), max(steps), ranks, words, model)
 
 
 def _parts(run: Run, checked: Checked, typed: str, *, is_verbose: bool) -> Iterator[str | StateLine]:
-    told = list(told_of(checked.findings))
+    told = list(told_of(checked.findings, has_models=has_models(run)))
     for one, under in told[:MAX_FINDINGS]:
         yield StateLine(one.worst.severity.word, sentence(one))
         yield f"{_INDENT}" + ": ".join(filter(None, [one.worst.advice, command_of(typed, one)]))
@@ -496,25 +499,33 @@ def _listed(findings: Sequence[str]) -> str:
     return "; ".join([*findings[:shown], *more])
 
 
-def told_of(findings: Sequence[Finding]) -> Iterator[tuple[JoinedFindings, list[JoinedFindings]]]:
+def has_models(run: Run) -> bool:
+    """Whether a run has several models, such as the two of a GAN, whose modules may have the same paths."""
+    return len({root for root, _ in run.modules}) > 1
+
+
+def told_of(
+    findings: Sequence[Finding], *, has_models: bool = False
+) -> Iterator[tuple[JoinedFindings, list[JoinedFindings]]]:
     """Yield each finding without a cause, the like findings on other values, and the findings that it causes."""
     alike: dict[tuple[str, ...], list[JoinedFindings]] = {}
-    for one in joined(one for one in findings if not one.cause):
+    for one in joined((one for one in findings if not one.cause), has_models=has_models):
         # In findings of the rule `unchanged`, `what` is only the reason why a parameter does not change.
         what = one.worst.what if one.worst.rule != Unchanged.name else ""
         alike.setdefault((one.worst.rule, what, one.worst.site), []).append(one)
     for first, *others in alike.values():
         words = first.words.union(*(one.words for one in others))
-        yield first, [*others, *joined(follower for follower in findings if follower.cause in words)]
+        following = (follower for follower in findings if follower.cause in words)
+        yield first, [*others, *joined(following, has_models=has_models)]
 
 
-def joined(findings: Iterable[Finding]) -> Iterator[JoinedFindings]:
+def joined(findings: Iterable[Finding], *, has_models: bool = False) -> Iterator[JoinedFindings]:
     """Join findings of one kind at one site of a model, and of two modules if their values have equal names."""
     groups = by_key(((one.rule, one.severity, one.what, one.site, one.measure, one.root), one) for one in findings)
     for group in groups.values():
         names = by_key((one.module_path, one.name) for one in group)
         by_names = by_key((frozenset(names[one.module_path]), one) for one in group)
-        yield from map(JoinedFindings.of, by_names.values())
+        yield from (JoinedFindings.of(some, has_models=has_models) for some in by_names.values())
 
 
 def sentence(one: JoinedFindings) -> str:
@@ -548,7 +559,7 @@ def where_of(one: JoinedFindings) -> dict[str, str]:
     until = f" to {one.last_step}" if one.last_step > one.first_step else ""
     return {
         "what": f"{worst.rule}: {worst.what}",
-        "module": worst.model + listed(paths, _MAX_MODULES),
+        "module": one.model + listed(paths, _MAX_MODULES),
         "value": f"{worst.site}{names}",
         "step": f"{'since ' * (worst.since is not None)}step {one.first_step}{until}",
         "rank": _ranks(one.ranks).removeprefix(", "),
