@@ -61,8 +61,9 @@ _MAX_MADE_BY = 64
 """How many nodes are searched for the parameters that have made an argument."""
 _EARLY_STEPS = 10
 """At so many steps the labels of a loss are looked for, whether a rule keeps them or not."""
-_MOST_SHIFT, _LEAST_SHIFTED, _WRONG_SHIFTS = 2, 32, {0, 2}
-"""The furthest place of a label after its token, the least number of labels, and the places that are no next token."""
+_MOST_SHIFT, _LEAST_SHIFTED, _LEAST_OF_ROW, _WRONG_SHIFTS = 2, 32, 4, {0, 2}
+"""The furthest place of a label after its token, the least number of labels, the least of a row that are compared, as
+one may agree by the task's nature, and the places that are no next token."""
 _MAX_NODES, _MAX_MISSES, _MAX_KINDS = 16, 8, 256
 """How many nodes of a loss's graph are searched for labels, and how many graphs of one kind that have none."""
 
@@ -470,7 +471,7 @@ def _shift_of(labels: torch.Tensor, tokens: torch.Tensor | None) -> torch.Tensor
     num_rows, length = tokens.shape
     num_labels = labels.numel() // max(num_rows, 1)
     is_batch = num_labels * num_rows == labels.numel() and length - num_labels in (0, 1)
-    if not is_batch or num_labels <= _MOST_SHIFT or labels.device != tokens.device:
+    if not is_batch or num_labels < _MOST_SHIFT + _LEAST_OF_ROW or labels.device != tokens.device:
         return None
     if tokens.is_cuda and torch.cuda.is_current_stream_capturing():
         return None

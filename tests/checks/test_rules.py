@@ -618,12 +618,12 @@ def test_a_bias_of_which_only_differences_enter_the_loss_has_no_gradient_and_tha
 
 
 @pytest.mark.parametrize("is_of_differences", [False, True])
-@pytest.mark.parametrize("is_in_two", [False, True])
+@pytest.mark.parametrize(("is_in_two", "penalty"), [(False, 1), (True, 1), (False, 2)])
 def test_what_others_send_back_through_a_critic_is_no_gradient_of_its_bias(
-    is_of_differences: bool, is_in_two: bool
+    is_of_differences: bool, is_in_two: bool, penalty: int
 ) -> None:
     """The loss of a WGAN: in two backwards or in one, after those of a penalty and of the generator, at each fifth
-    step, and at the end of the training once more."""
+    step, and at the end of the training once more. The penalty may be a part of the loss."""
 
     def scores(recorded: Recorded, step: int, micro_step: int, values: Any) -> None:
         numbers = {"micro_step": micro_step}
@@ -635,7 +635,7 @@ def test_what_others_send_back_through_a_critic_is_no_gradient_of_its_bias(
             scores(recorded, step, 0, np.full(16, 1 / 16))
         if step == 19:
             break
-        scores(recorded, step, 1, np.ones(16))
+        scores(recorded, step, penalty, np.ones(16))
         for call in range(2):
             gradient = noise(step, shape=(16, 1)) * (-1 if call and is_of_differences else 1)
             scores(recorded, step, 2 + call * is_in_two, gradient)

@@ -31,6 +31,8 @@ _Param = tuple[str, str, str]
 """A parameter: the root, the module path and the name."""
 _NO_SUM = 1e-3
 """A sum of gradients below this part of the largest possible sum is zero but for rounding."""
+_ROUNDED = 1e-9
+"""A difference of sums of squares below this part of them may be rounding."""
 _OF_DIFFERENCES = ", as only differences of these outputs enter the loss: their gradients sum up to zero"
 _NEAR_ZERO = 0.02
 """A loss that was last below this part of the largest has come near zero little by little."""
@@ -148,16 +150,20 @@ class NoGradient(StreakRule):
         """Note the sums of the gradients of a module's output, at the steps at which its parameters have gradients.
 
         A bias has the sum over some micro-steps of the step, one after the other. The others are thrown away, as those
-        in which a critic gets the loss of the generator, or a call of `torch.autograd.grad`. The nearest sum to zero
-        counts.
+        in which a critic gets the loss of the generator, or a call of `torch.autograd.grad`. So is one call of a
+        micro-step, whose gradient the loss is given, as that of a gradient penalty. The nearest sum to zero counts.
         """
         modules, known = modules_of(rows)
         places = grouped(modules, rows.ranks, rows.steps)[0]
         chosen = rows.at("grad_output") & (rows["sum_sq"] > 0) & np.isin(places, places[rows.at("grad")])
         rows, modules, places = rows.take(chosen), modules[chosen], places[chosen]
         ids, firsts = grouped(places, np.nan_to_num(rows["micro_step"]).astype(np.int64))
-        values = np.array([np.bincount(ids, np.nan_to_num(rows[name])) for name in ("sum", "sum_sq", "numel")])
+        of_rows = np.array([np.nan_to_num(rows[name]) for name in ("sum", "sum_sq", "numel")])
+        values = np.array([np.bincount(ids, one) for one in of_rows])
         places, least = places[firsts], np.full(len(firsts), np.inf)
+        total, squares, num = values[:, ids] - of_rows
+        is_left = (num > 0) & (squares > _ROUNDED * values[1, ids])
+        np.minimum.at(least, ids[is_left], np.abs(total[is_left]) / np.sqrt(num[is_left] * squares[is_left]))
         sums, starts, length = np.zeros_like(values), np.arange(len(firsts)), 0
         while len(starts):  # as many rounds as a step has micro-steps
             sums[:, starts] += values[:, starts + length]
