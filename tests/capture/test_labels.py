@@ -260,12 +260,14 @@ def _padded(tokens: Tensor, shift: int) -> Tensor:
     return F.pad(tokens[:, shift:], (0, shift), value=-100)
 
 
-def predict(model: nn.Module, folder: Path, labels_of: Callable[[Tensor, int], Tensor]) -> list[tuple[str, Severity]]:
+def predict(
+    model: nn.Module, folder: Path, labels_of: Callable[[Tensor, int], Tensor], shape: tuple[int, int] = (4, 12)
+) -> list[tuple[str, Severity]]:
     """Five steps on tokens; what is said of the loss's arguments."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with recorder.attach(model, enabled=True, dir=folder, rules="site=input,scalar keep=stats"):
         for step in range(5):
-            tokens = torch.randint(0, 50, (4, 12))
+            tokens = torch.randint(0, 50, shape)
             labels = labels_of(tokens, step)
             given = tokens.clone()
             logits = model(given)[:, : labels.shape[1]] if labels.dim() > 1 else model(given)[:, 0]
@@ -318,6 +320,8 @@ def test_labels_that_are_shifted_by_chance_or_in_turns_are_not_named(tmp_path: P
     assert said == []
     said = predict(Tokens(), tmp_path / "rare", lambda tokens, step: _padded(tokens.fill_(3), 2))
     assert said == []
+    # A reversal of three tokens, with which a curriculum begins: its first label is two places before the last token.
+    assert predict(Tokens(), tmp_path / "short", lambda tokens, step: tokens.flip(1), shape=(64, 3)) == []
 
 
 def test_another_argument_takes_the_place_of_labels_that_may_be_meant(tmp_path: Path) -> None:
