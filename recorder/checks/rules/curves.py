@@ -316,7 +316,9 @@ class Targets:
             return np.zeros(0, np.int64), np.zeros(0)
         rows = concatenate(some)
         rows = rows.take(np.isin(rows.ranks, one.ranks) & (rows.steps <= one.step) & ~np.isnan(rows.rms))
-        rows = rows.take(rows.are_float()) if is_numeric else rows
+        if is_numeric:
+            begin = max((step for step in rows.catalog.trainings if step <= one.step), default=0)
+            rows = rows.take(rows.are_float() & (rows.steps >= begin))
         order = np.argsort(rows.steps, kind="stable")
         return rows.steps[order], rows.rms[order]
 
