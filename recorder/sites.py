@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -226,14 +226,6 @@ def is_mask(nan_count: Any, inf_count: Any, may_be: Any, most_infinite: Any = ma
     mask. `most_infinite` is the number of infinities in the value's first infinite record of this shape.
     """
     return (inf_count > 0) & (nan_count == 0) & may_be & (inf_count <= most_infinite)
-
-
-def is_of_trained(site: str, name: str, rates: Collection[str]) -> bool:
-    """Whether a value is a parameter that an optimizer has, or the output of a module that has one: neither is a mask.
-
-    `rates` are the module's own parameters that an optimizer has.
-    """
-    return name in rates if site == "param" else site == "output" and len(rates) > 0
 
 
 def tells_skip(site: str, name: str) -> bool:

@@ -534,9 +534,12 @@ def _is_over_batch(node: Any) -> bool:
 
 
 def _is_over_time(node: Any, loss: Any) -> bool:
-    """Return whether a node is a log_softmax over as many elements as a CTC loss [T, N, C] has no classes."""
+    """Return whether a node is a log_softmax over T or N elements, if a CTC loss gets [T, N, C] and C is another."""
     made, given = (_saved(node, "result") if _kind(node) == "LogSoftmax" else None), _saved(loss, "log_probs")
-    return made is not None and given is not None and made.shape[_dim_of(node)] != given.shape[-1]
+    if made is None or given is None:
+        return False
+    num = made.shape[_dim_of(node)]
+    return num in given.shape[:-1] and num != given.shape[-1]
 
 
 def _dim_of(node: Any) -> int:

@@ -368,21 +368,26 @@ def test_a_loss_that_leaps_as_its_targets_do_is_a_note(
 
 
 @pytest.mark.parametrize(
-    ("targets", "is_class", "is_note"),
+    ("targets", "dtype", "leap", "is_note"),
     [
-        (lambda step: 1 + step / 20, False, True),
-        (lambda step: 1 + step / 20, True, False),
-        (lambda step: 1.0, False, False),
-        (lambda step: 1e3 if step == 180 else 1.0, False, False),
+        (lambda step: 1 + step / 20, "float32", 25.0, True),
+        (lambda step: 1 + step / 20, "float32", 5e4, False),
+        (lambda step: 1 + step / 20, "int64", 50.0, False),
+        (lambda step: 1.0, "float32", 50.0, False),
+        (lambda step: 1e3 if step == 180 else 1.0, "float32", 50.0, False),
     ],
-    ids=["grow", "classes of an order", "stay", "one bad batch"],
+    ids=["grow", "grow less", "classes in order", "stay", "one bad step"],
 )
-def test_a_leap_of_a_training_whose_targets_have_grown_is_a_note(targets: Any, is_class: bool, is_note: bool) -> None:
+@pytest.mark.parametrize("num_micro_steps", [1, 64])
+def test_a_leap_of_a_training_whose_targets_have_grown_is_a_note(
+    targets: Any, dtype: str, leap: float, is_note: bool, num_micro_steps: int
+) -> None:
     """As those of a DQN, which are sums of its own outputs: the scale of the first steps holds no longer."""
-    recorded = gradients(lambda step, path: 50.0 if step == 180 else 1.0, steps=200)
+    recorded = gradients(lambda step, path: leap if step == 180 else 1.0, steps=200)
     for step in range(200):
-        values = np.abs(noise(step, shape=(32,), scale=targets(step)))
-        recorded.add(step, "", values, site="input", name=LABELS, dtype="int64" if is_class else "float32")
+        for part in range(num_micro_steps):
+            values = np.abs(noise(step, part, shape=(32,), scale=targets(step)))
+            recorded.add(step, "", values, site="input", name=LABELS, dtype=dtype, numbers={"micro_step": part})
     for rule in (Spike, Jump):
         (one,) = said(recorded, rule)
         assert one.step == 180

@@ -21,17 +21,7 @@ from ...errors import RunError
 from ...numerics.keys import SERIES_KEY, VALUE_KEY, codes, group, holds
 from ...numerics.moments import count_nonfinite, integers, numbers
 from ...run.run import Run
-from ...sites import (
-    NUMBERS,
-    OBJECTIVE_NORM,
-    is_loss,
-    is_mask,
-    is_of_trained,
-    may_mask,
-    may_overflow,
-    objectives_in,
-    tells_skip,
-)  # fmt: skip
+from ...sites import NUMBERS, OBJECTIVE_NORM, is_loss, is_mask, may_mask, may_overflow, objectives_in, tells_skip
 from ...system.text import steps_in_words
 from .timeline import NAME, FirstRows, RecordedValue, Timeline, is_counted_at_least
 
@@ -188,13 +178,7 @@ class _Counts:
         if timeline.firsts is not None:
             self.nan[: timeline.num_firsts], self.inf[: timeline.num_firsts] = timeline.firsts[1:]
         self._may_mask = holds(table.column("site"), lambda site: may_mask(site, "")) & ~_is_loss(table)
-        self._is_trained = np.zeros(table.num_rows, np.bool_)
-        """Whether each infinite row cannot be a mask just because it began so (`is_of_trained`)."""
-        infinite = np.flatnonzero((self.inf > 0) & holds(table.column("site"), ("output", "param").__contains__))
-        names = (table.column(name).take(pa.array(infinite)).to_pylist() for name in NAME)
-        for at, (root, path, site, name) in zip(infinite.tolist(), zip(*names, strict=True), strict=True):
-            module = timeline.run.modules.get((root, path))
-            self._is_trained[at] = module is not None and is_of_trained(site, name, module.rates)
+        self._is_trained = self._of_trained()
         series = timeline.series
         is_skip = holds(table.column("site"), "scalar".__eq__)
         is_skip &= holds(table.column("name"), lambda name: tells_skip("scalar", name))
@@ -231,6 +215,24 @@ class _Counts:
             self._most_before[row] = most[same]
             most[same] = max(most[same], self.inf[row] * self.is_harmless[row])
 
+    def _of_trained(self) -> npt.NDArray[np.bool_]:
+        """Return which rows are no masks just because they began so.
+
+        These are infinite parameters that an optimizer has, and infinite outputs of their modules at the same step.
+        """
+        timeline, flags = self._timeline, np.zeros(len(self.inf), np.bool_)
+        params = np.flatnonzero((self.inf > 0) & timeline.is_equal("site", "param"))
+        names = (timeline.table.column(name).take(pa.array(params)).to_pylist() for name in NAME)
+        for at, (root, path, _, name) in zip(params.tolist(), zip(*names, strict=True), strict=True):
+            module = timeline.run.modules.get((root, path))
+            flags[at] = module is not None and name in module.rates
+        place = [timeline.codes[name] for name in ("step", "rank", *NAME[:2])]
+        outputs = np.flatnonzero((self.inf > 0) & timeline.is_equal("site", "output"))
+        holders = set(zip(*(one[flags].tolist() for one in place), strict=True))
+        for at, of in zip(outputs.tolist(), zip(*(one[outputs].tolist() for one in place), strict=True), strict=True):
+            flags[at] = of in holders
+        return flags
+
     def nonfinite(self) -> npt.NDArray[np.bool_]:
         is_nonfinite = (self.nan > 0) | (self.inf > 0)
         is_nonfinite[: self._timeline.num_firsts] = False
@@ -256,7 +258,7 @@ class _Counts:
 
         A mask is infinite from its first record on, and has no more infinities than its first record of the same shape,
         or than an earlier record whose infinities did no harm. A row whose own infinities do no harm is excused, too.
-        This alone excuses a row of which `is_of_trained` is true.
+        This alone excuses the rows of `_of_trained`.
         """
         begins, most = self._begins[rows], self.inf[self._begins_in_shape[rows]]
         began_as_mask = is_mask(self.nan[begins], self.inf[begins], self._may_mask[rows]) & ~self._is_trained[rows]

@@ -37,9 +37,9 @@ _MAX_TARGETS = 256
 _FEWEST_TARGETS = 3
 _CERTAIN = 5
 """The number of standard deviations by which the mean of the targets must have changed."""
-_NUM_LAST_TARGETS = 64
+_NUM_TARGETS = 64
 _GREW = 1.5
-"""Targets that a network makes have grown if the last ones are this many times as large as the first ones."""
+"""Targets have grown if the last ones are this many times as large as the first ones."""
 _ROSE = 3.0
 """A learning rate that rises by this factor from one record to the next is named beside a spike that follows."""
 
@@ -284,7 +284,7 @@ class Targets:
         rows = rows.take(rows.where("targets", lambda key: key.name == LABELS))
         if not len(rows):
             return
-        if (room := _MAX_TARGETS - sum(map(len, self._first))) > 0:
+        if (room := _MAX_TARGETS - sum(map(len, self._first))) > 0:  # those of several ranks
             self._first.append(rows.take(slice(room)))
         self._last.append(rows)
         while len(self._last) > 1 and sum(map(len, self._last[1:])) >= _MAX_TARGETS:
@@ -296,19 +296,19 @@ class Targets:
         now = sizes[steps > one.step - window // 2]  # a median rises once half of its window is above
         return self._told(sizes[steps <= one.step - window], now)
 
-    def _growth(self, one: Finding) -> str:
-        """Say how far targets that are no classes have grown since the first steps. Return "" if they have not."""
-        _, first = self._sizes(self._first, one, is_numeric=True)
-        _, last = self._sizes(self._last, one, is_numeric=True)
-        last = last[-_NUM_LAST_TARGETS:]
-        has_grown = len(first) and len(last) and last.mean() > _GREW * first.mean()
-        return self._told(first, last) if has_grown else ""
-
     def as_note(self, one: Finding) -> Finding:
-        """Make a finding a note if the targets have grown: what follows them has the same scale no longer."""
-        if not (grown := self._growth(one)):
+        """Make a leap a note if targets that are no classes have grown since the first steps, and may explain it.
+
+        A gradient grows as its targets do, and a squared loss as their square. The step of the leap does not count.
+        """
+        first, last = (self._sizes(some, one, is_numeric=True) for some in (self._first, self._last))
+        before = first[1][first[0] < one.step][:_NUM_TARGETS]
+        now = last[1][last[0] < one.step][-_NUM_TARGETS:]
+        growth = now.mean() / before.mean() if len(before) and before.mean() > 0 else 0.0
+        is_explained = growth > _GREW and one.value <= one.threshold * growth**2
+        if not is_explained or not (told := self._told(before, now)):
             return one
-        return one._replace(severity=Severity.NOTE, detail="; ".join(filter(None, [grown, one.detail])))
+        return one._replace(severity=Severity.NOTE, detail="; ".join(filter(None, [told, one.detail])))
 
     @staticmethod
     def _sizes(some: list[Rows], one: Finding, *, is_numeric: bool = False) -> tuple[Integers, Floats]:

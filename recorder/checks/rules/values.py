@@ -75,8 +75,8 @@ class NonFinite(CheckRule):
         """Return which rows may have infinities, as attention masks do, and which of them have more than before.
 
         The row must have no NaN. The first record of the row's value must have infinities and no NaN, and the row no
-        more infinities, and `sites.is_of_trained` must be false. Or the row, or an earlier one with as many infinities,
-        is followed by finite values alone.
+        more infinities, and the row may not be one of `_of_trained`. Or the row, or an earlier one with as many
+        infinities, is followed by finite values alone.
         """
         lanes, firsts = np.unique(rows.lanes, return_index=True)
         began = np.where(sites.is_mask(nan[firsts], inf[firsts], True), 2.0, 1.0)
@@ -87,17 +87,31 @@ class NonFinite(CheckRule):
         is_told = rows.where("by batch", lambda key: key.differs_by_batch) & (rows["nan_count"] >= 0)
         is_training = rows.where("in training", lambda key: key.mode == "train").astype(np.int64)
         is_harmless = harmless(is_masked, nan + inf > 0, is_told, grouped(rows.steps, rows.ranks, is_training)[0])
-        is_trained = rows.where("trained", self._is_trained)
-        known, began_as_mask = np.zeros(len(rows)), (self._is_known[rows.lanes] == 2) & ~is_trained
+        known, began_as_mask = np.zeros(len(rows)), (self._is_known[rows.lanes] == 2) & ~self._of_trained(rows, inf)
         for index in np.flatnonzero(is_masked).tolist():
             key = int(rows.lanes[index]), float(rows["numel"][index])
             known[index] = self._masks.setdefault(key, float(inf[index] * began_as_mask[index]))
             self._masks[key] = max(known[index], float(inf[index] * is_harmless[index]))
         return is_masked & (is_harmless | (inf <= known)), is_harmless & (inf > known)
 
-    def _is_trained(self, key: SeriesKey) -> bool:
-        module = self.catalog.modules.get((key.root, key.module_path))
-        return module is not None and sites.is_of_trained(key.site, key.name, module.rates)
+    def _of_trained(self, rows: Rows, inf: Floats) -> Flags:
+        """Return which rows are parameters of an optimizer, or outputs of modules whose such parameter is infinite."""
+
+        def is_trained(key: SeriesKey) -> bool:
+            module = self.catalog.modules.get((key.root, key.module_path))
+            return key.site == "param" and module is not None and key.name in module.rates
+
+        def place(row: int) -> tuple[int, int, str, str]:
+            key = self.catalog.key_of(int(rows.lanes[row]))
+            return int(rows.steps[row]), int(rows.ranks[row]), key.root, key.module_path
+
+        flags = rows.where("trained", is_trained)
+        if not (is_infinite := flags & (inf > 0)).any():
+            return flags
+        holders, flags = set(map(place, np.flatnonzero(is_infinite).tolist())), flags.copy()
+        for row in np.flatnonzero(rows.at("output") & (inf > 0)).tolist():
+            flags[row] = place(row) in holders
+        return flags
 
     def _thrown_away(self, rows: Rows, is_bad: Flags) -> Flags:
         is_bad = is_bad & ~rows.where("scalar, no loss", lambda one: one.site == "scalar" and not one.is_loss)

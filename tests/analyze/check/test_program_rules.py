@@ -240,6 +240,7 @@ def _ctc(values: torch.Tensor) -> torch.Tensor:
         (lambda y, c: nn.functional.nll_loss((y @ y.T).log_softmax(0), torch.arange(8)), ""),
         (lambda y, c: _ctc(y[:, None].log_softmax(-1)), ""),
         (lambda y, c: _ctc(y[None].log_softmax(-1).transpose(0, 1)), ""),
+        (lambda y, c: _ctc((y @ torch.randn(5, 9)).log_softmax(-1)[:, None, :5]), ""),
         (lambda y, c: _ctc(y[:, None]), "ctc_loss expects log-probabilities, and gets the result of a layer"),
         (lambda y, c: _ctc(y[:, None].softmax(-1)), "ctc_loss expects log-probabilities, and gets the probabilities"),
         (lambda y, c: _ctc(y[:, None].log_softmax(0)), "gets a log_softmax over the time or the batch, and not over"),
@@ -1126,3 +1127,31 @@ def test_an_infinite_weight_from_the_first_step_on_is_no_mask(tmp_path: Path, wh
     if named is not None:
         assert (found[0].module_path, found[0].site) == (named.value.module_path, named.value.site) == (where, "output")
         assert "neither is a parameter of the module: weight" in found[0].what
+
+
+class Masked(nn.Linear):
+    """Scores of a linear layer, of which a mask takes some away."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).masked_fill(torch.arange(self.out_features) > 5, -math.inf)
+
+
+@pytest.mark.parametrize("is_nan", [False, True])
+def test_scores_that_a_module_of_weights_masks_are_not_named(tmp_path: Path, is_nan: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Masked(4, 8), nn.Softmax(1), nn.Linear(8, 2))
+    if is_nan:
+        dict(model.named_parameters())["2.weight"].data[1, 2] = math.nan
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with flagged(tmp_path) as recording:
+        for _ in range(3):
+            model(torch.randn(8, 4)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                model.eval()[0](torch.randn(8, 4))
+            model.train()
+    found = [one for one in check(recording.run, rules=["nonfinite"]).findings if one.severity != Severity.NOTE]
+    named = first(recording.run).nonfinite
+    assert (named is not None) is bool(found) is is_nan
+    assert named is None or named.value.module_path == found[0].module_path == "2"
