@@ -66,6 +66,7 @@ def test_set_and_dump_at_the_destination_reach_the_job_and_the_answers_come_back
     try:
         until(lambda: [one.status.step for one in ranks(there)] == [9, 9] and (there / FLEET).is_dir())
         (run,) = (path.parent for path in there.glob("*/_run.json"))
+        until(lambda: recorder.open_run(run).modules)  # rules are checked against the modules that have been shipped
         send(
             tmp_path / "recordings" / run.name, Command(kind=PAUSE, from_step=12, to_step=12)
         )  # so that numbers differ
