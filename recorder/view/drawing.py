@@ -400,10 +400,7 @@ class Drawing:
         newer = (one for one in self._found[self._num_judged :] if one[:1] + one[3:8] not in judged_values)
         found = [*self._judged, *newer]
         found = with_causes(found, self._catalog) if self._catalog is not None else []
-        judged, is_growing = (
-            told_by_check(self._run((0, 0)), found, self._typed, self._num_unjudged),
-            self.state == "live",
-        )
+        judged, is_growing = told_by_check(run, found, self._typed, self._num_unjudged), self.state == "live"
         if not found and self._checked is None:
             judged = [judged[0]._replace(text=_FOUND_NOTHING)]
         self._keep(top_block(run, checks, judged, self.collected, numbers, facts, is_growing=is_growing))

@@ -262,7 +262,7 @@ _FACTS = {
     "batch_as_time": "modules take a dim as long as the labels for the time",
     "validated_in_training": "the model is in training mode in a validation",
     "optimizer_anew_since": "a new optimizer makes each update",
-    "loss_argument": "the rule loss_argument or loss of recorder check names what the loss gets",
+    "loss_argument": "the loss gets another argument or other labels than it expects, or is negated",
     "uncleared": "gradients are not cleared before the next backward",
 }
 """For each fact about a module, what it means if only one of two runs has it."""

@@ -278,13 +278,15 @@ class Targets:
 
     def __init__(self) -> None:
         self._first: list[Rows] = []
+        """The first rows of the process, of all ranks: `_MAX_TARGETS`. Later trainings of the process have none."""
         self._last: list[Rows] = []
+        """The last rows: at least `_MAX_TARGETS`, and those that are being judged."""
 
     def add(self, rows: Rows) -> None:
         rows = rows.take(rows.where("targets", lambda key: key.name == LABELS))
         if not len(rows):
             return
-        if (room := _MAX_TARGETS - sum(map(len, self._first))) > 0:  # those of several ranks
+        if (room := _MAX_TARGETS - sum(map(len, self._first))) > 0:
             self._first.append(rows.take(slice(room)))
         self._last.append(rows)
         while len(self._last) > 1 and sum(map(len, self._last[1:])) >= _MAX_TARGETS:

@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 import recorder
 from recorder.analyze.check.check import check, command_of, told_of
 from recorder.analyze.first.first import first
-from recorder.checks.rule import Severity
+from recorder.analyze.first.nonfinite import NonFiniteTensor
+from recorder.checks.rule import Finding, Severity
 from recorder.merge.merge import merge_run
 from tests.rigs.capturing import flagged
 from tests.rigs.handmade import HandmadeWriter, make_row, make_run
@@ -1107,6 +1108,21 @@ def test_a_parameter_that_was_made_in_inference_mode_disturbs_no_look(tmp_path: 
     assert {one.name for one in found} == {"weight", "bias"}
 
 
+def _nonfinite(model: nn.Module, folder: Path) -> tuple[list[Finding], NonFiniteTensor | None]:
+    """Three steps with a validation after each: what `check` says that is no note, and what `first` names."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with flagged(folder) as recording:
+        for _ in range(3):
+            model(torch.randn(8, 4)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                model.eval()(torch.randn(8, 4))
+            model.train()
+    found = check(recording.run, rules=["nonfinite"]).findings
+    return [one for one in found if one.severity != Severity.NOTE], first(recording.run).nonfinite
+
+
 @pytest.mark.parametrize(("where", "is_sound"), [("2", False), ("0", True)], ids=["as NaN", "behind a tanh"])
 def test_an_infinite_weight_from_the_first_step_on_is_no_mask(tmp_path: Path, where: str, is_sound: bool) -> None:
     """As of a bad checkpoint. An infinity that leaves all else finite is a note, as that of a mask is."""
@@ -1115,14 +1131,7 @@ def test_an_infinite_weight_from_the_first_step_on_is_no_mask(tmp_path: Path, wh
     dict(model.named_parameters())[f"{where}.weight"].data[1, 2] = math.inf if is_sound else -math.inf
     if not is_sound:
         model[3] = nn.LayerNorm(8)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with flagged(tmp_path) as recording:
-        for _ in range(3):
-            model(torch.randn(8, 4)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    found = [one for one in check(recording.run, rules=["nonfinite"]).findings if one.severity != Severity.NOTE]
-    named = first(recording.run).nonfinite
+    found, named = _nonfinite(model, tmp_path)
     assert (found == []) is (named is None) is is_sound
     if named is not None:
         assert (found[0].module_path, found[0].site) == (named.value.module_path, named.value.site) == (where, "output")
@@ -1142,16 +1151,6 @@ def test_scores_that_a_module_of_weights_masks_are_not_named(tmp_path: Path, is_
     model = nn.Sequential(Masked(4, 8), nn.Softmax(1), nn.Linear(8, 2))
     if is_nan:
         dict(model.named_parameters())["2.weight"].data[1, 2] = math.nan
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with flagged(tmp_path) as recording:
-        for _ in range(3):
-            model(torch.randn(8, 4)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            with torch.no_grad():
-                model.eval()[0](torch.randn(8, 4))
-            model.train()
-    found = [one for one in check(recording.run, rules=["nonfinite"]).findings if one.severity != Severity.NOTE]
-    named = first(recording.run).nonfinite
+    found, named = _nonfinite(model, tmp_path)
     assert (named is not None) is bool(found) is is_nan
     assert named is None or named.value.module_path == found[0].module_path == "2"
