@@ -290,7 +290,8 @@ class Kernels:
             0 if units is None else ctypes.addressof(units),
         )
         is_held = plan.items * plan.item_bytes <= held_bytes
-        num_threads = min(num_threads, plan.items // ITEMS_OF_THREAD) if units is None else 1
+        is_shared = units is None and plan.items >= 2 * ITEMS_OF_THREAD
+        num_threads = min(num_threads, plan.items // ITEMS_OF_THREAD) if is_shared else 1
         run = parallel_region() if num_threads > 1 and os.getpid() == _PID else 0
         if run:
             scratch = self._of_thread.at_least(self._scratch_bytes(plan.items, num_threads))

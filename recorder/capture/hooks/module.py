@@ -401,7 +401,8 @@ class HookedModule:
                 origin, rule_set = self._leaf(site, name)
                 if keep := capture.keep_of(rule_set, moment.micro_step, call):
                     put = None if waiting is None else waiting.put
-                    capture.observe(SeenValue(origin, moment, phase, call, 0, None, chunk), keep, tensor, put)
+                    seen = tuple.__new__(SeenValue, (origin, moment, phase, call, 0, None, chunk, None))
+                    capture.observe(seen, keep, tensor, put)
             if gradient_mask and graph is not None and requires_gradient(tensor):
                 origin, rule_set = self._leaf(GRADIENT_OF[site], name)
                 if keep := capture.keep_of(rule_set, moment.micro_step, graph[0]):
@@ -521,7 +522,7 @@ class HookedModule:
         origin, rule_set = self._leaf(site, name)
         if keep := self.capture.keep_of(rule_set, at.moment.micro_step, 0):
             try:
-                seen = SeenValue(origin, at.moment, at.phase, 0, at.repeat, scope, chunk, note)
+                seen = tuple.__new__(SeenValue, (origin, at.moment, at.phase, 0, at.repeat, scope, chunk, note))
                 self.capture.observe(seen, keep, tensor)
             except Exception as error:
                 self.failed(site, error)
