@@ -507,6 +507,8 @@ def _wrong_argument(loss: Any) -> tuple[str, Any] | None:
     """
     if (negated := _negated(loss)) is not None:
         return f"Neg of {_kind(negated)}", negated
+    if (made := _in_divergence(loss)) is not None:
+        return f"KlDiv of {_kind(made)}", made
     nodes = [loss]
     for node in nodes:
         kind, below = _kind(node), _first_below(node)
@@ -540,6 +542,23 @@ def _is_over_time(node: Any, loss: Any) -> bool:
         return False
     num = made.shape[_dim_of(node)]
     return num in given.shape[:-1] and num != given.shape[-1]
+
+
+def _in_divergence(loss: Any) -> Any:
+    """Return the node that makes probabilities for a KL divergence, which is a term of the loss. None without one.
+
+    `kl_div` computes ``xlogy(target, target) - target * input``, in which only the input has a graph.
+    """
+    nodes = [loss]
+    for node in nodes:
+        kind, children = _kind(node), _children(node)
+        if kind == "Sub" and _first_below(node) is None and children and _kind(children[0]) == "Mul":
+            factors = _children(children[0])
+            if len(factors) == 1 and _kind(factors[0]) in ("Softmax", "Sigmoid"):
+                return factors[0]
+        elif kind in ("Mean", "Sum", "Div", "Mul", "Add"):  # the square of such a difference is no divergence
+            nodes += children[: _MAX_NODES - len(nodes)]
+    return None
 
 
 def _dim_of(node: Any) -> int:

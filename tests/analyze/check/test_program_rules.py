@@ -224,6 +224,11 @@ def _ctc(values: torch.Tensor) -> torch.Tensor:
     return nn.functional.ctc_loss(values, torch.tensor([[1, 2]]), torch.tensor([8]), torch.tensor([2]))
 
 
+def _divergence(values: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
+    targets = nn.functional.one_hot(classes, 5).float()
+    return 4 * nn.functional.kl_div(values, targets, reduction="batchmean")
+
+
 @pytest.mark.parametrize(
     ("loss", "expected"),
     [
@@ -246,6 +251,9 @@ def _ctc(values: torch.Tensor) -> torch.Tensor:
         (lambda y, c: _ctc(y[:, None].softmax(-1)), "ctc_loss expects log-probabilities, and gets the probabilities"),
         (lambda y, c: _ctc(y[:, None].log_softmax(0)), "gets a log_softmax over the time or the batch, and not over"),
         (lambda y, c: _ctc(y[None].log_softmax(1).permute(1, 0, 2)), "gets a log_softmax over the time or the batch"),
+        (lambda y, c: _divergence(y.softmax(1), c) + y.square().mean(), "kl_div expects log-probabilities, and gets"),
+        (lambda y, c: _divergence(y.log_softmax(1), c), ""),
+        (lambda y, c: (torch.rand(8, 5) - 0.5 * y.sigmoid()).square().mean(), ""),
         (lambda y, c: nn.functional.mse_loss(y, torch.randn(8, 5)), ""),
         (lambda y, c: nn.functional.mse_loss(torch.randn(8), y[:, :1]), "compares each output with all labels"),
         (lambda y, c: nn.functional.mse_loss(y[:, :1], torch.randn(8)), "compares each output with all labels"),
