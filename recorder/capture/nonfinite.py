@@ -5,7 +5,8 @@ Only statistics that are computed anyway are read, on the writer thread. Nothing
 NaN is reported in inputs of a root, in outputs, gradients, parameters, optimizer state and scalars. Infinities are
 reported only where no program puts them on purpose (`sites.may_mask`): in gradients, in optimizer state, and in a
 scalar that is called a loss. Inputs and buffers may contain masks, and outputs may be masks, so infinities there are no
-fault. Inputs of inner modules are not checked: each is the output of another module, which is checked, or was made by
+fault by themselves. But if a step has a value to report, and a value before it is infinite for the first time, that one
+is reported. Inputs of inner modules are not checked: each is the output of another module, which is checked, or was made by
 the program's own code. `GradScaler` finds its scale by the non-finite gradients of steps that it skips. So the warning
 about a gradient waits until the gradient's step is over. Warnings about later values of that step wait, too.
 """
@@ -60,6 +61,11 @@ class FirstNonFinite:
         """A non-finite gradient of a step that `GradScaler` may still skip."""
         self._next: NonFiniteValue | None = None
         """The first non-finite value after `_waiting` that is no gradient. Reported if the step is skipped."""
+        self._infinite: dict[str, NonFiniteValue] = {}
+        """The values that may be masks and are infinite in the last step that has any, in their order."""
+        self._masks: set[str] = set()
+        """The values that were infinite in the first step, or in an earlier step without a value to report."""
+        self._first_step: int | None = None
         self._loss = ""
         """The name of a non-finite loss seen after the gradient `_waiting`, in the same step; empty without a loss."""
         self._skipped: deque[int] = deque(maxlen=_MAX_STEPS)
@@ -75,6 +81,8 @@ class FirstNonFinite:
         self._skipped.append(step)
 
     def saw(self, records: Sequence[Staged], measured: Sequence[Measured]) -> None:
+        if self._first_step is None and records:
+            self._first_step = records[0].moment.step
         for staged, its in zip(records, measured, strict=True):
             if its.nan_count or its.inf_count or self._waiting is not None or staged.origin.site == "scalar":
                 self._saw(staged, its)
@@ -97,13 +105,13 @@ class FirstNonFinite:
             if self._waiting is not None and self._is_proof_of_a_skip(staged, self._waiting):
                 self._skipped.append(step)
             return
-        if is_mask(num_nan, num_inf, may_mask(origin.site, origin.name)):
-            return
         is_gradient = may_overflow(origin.site)
         counts = ("at least " if is_late else "") + _counts(num_nan, num_inf, math.prod(staged.shape))
         value = NonFiniteValue(step, _where(staged), counts, origin.module_path, origin.site)
-        if self._waiting is None and not is_gradient:
-            self.first, self._is_scalar = value, origin.site == "scalar"
+        if is_mask(num_nan, num_inf, may_mask(origin.site, origin.name)):
+            self._note_infinite(f"{origin.root} {value.where}", value)
+        elif self._waiting is None and not is_gradient:
+            self.first, self._is_scalar = self._cause_of(value), origin.site == "scalar"
         elif self._waiting is None:
             self._waiting = value
         elif not is_gradient:
@@ -111,6 +119,21 @@ class FirstNonFinite:
             self._loss = self._loss or (_where(staged) if is_loss(origin.site, origin.name) else "")
             if origin.site in UPDATED:  # an update shows that the step was not skipped
                 self._taken.append(step)
+
+    def _note_infinite(self, key: str, value: NonFiniteValue) -> None:
+        """Keep a value that may be a mask. A value of an earlier step did no harm, since nothing was reported."""
+        if any(one.step != value.step for one in self._infinite.values()):
+            self._masks.update(self._infinite)
+            self._infinite.clear()
+        if value.step == self._first_step:
+            self._masks.add(key)
+        if key not in self._masks:
+            self._infinite.setdefault(key, value)
+
+    def _cause_of(self, value: NonFiniteValue | None) -> NonFiniteValue | None:
+        """Return the first value of the same step that is infinite and no mask; else the value."""
+        causes = (one for one in self._infinite.values() if value is not None and one.step == value.step)
+        return next(causes, value)
 
     def _is_proof_of_a_skip(self, staged: Staged, waiting: NonFiniteValue) -> bool:
         """Whether a finite value shows that no update used the gradient `waiting` of an output of the same module."""
@@ -122,7 +145,7 @@ class FirstNonFinite:
         is_taken = waiting.step in self._taken or not (self.is_told_by_rows or waiting.step in self._skipped)
         if is_taken and self._loss:
             waiting = waiting._replace(counts=f"{waiting.counts}; {self._loss} of this step is not finite, either")
-        self.first = waiting if is_taken else self._next
+        self.first = self._cause_of(waiting if is_taken else self._next)
         self._waiting, self._next, self._loss = None, None, ""
 
     def look(self, command: str | None, *, is_last: bool = False) -> None:

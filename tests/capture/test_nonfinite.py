@@ -100,6 +100,48 @@ def test_masks_are_no_finding(said: Callable[..., list[str]]) -> None:
     assert said(model, train) == []
 
 
+class Grows(nn.Module):
+    """Divides exponentials by their sum, after a mask that holds infinities from the first step on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logits, self.keep, self.exponentials = nn.Linear(4, 4), Masks(), Exponentials()
+        self.hand_on = nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        masked = self.keep(x).softmax(-1)
+        made = self.hand_on(self.exponentials(self.logits(x)))
+        return masked + made / made.sum(-1, keepdim=True)  # type: ignore[no-any-return]
+
+
+class Exponentials(nn.Module):
+    gain = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.gain * x).abs().exp()
+
+
+@pytest.mark.parametrize("was_harmless", [False, True])
+def test_an_output_that_becomes_infinite_is_the_first_where_it_makes_a_nan(
+    said: Callable[..., list[str]], was_harmless: bool
+) -> None:
+    """What is infinite from the first step on is a mask, as is what was infinite at an earlier step without harm."""
+    model = Grows()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train(model: nn.Module, step: int) -> None:
+        assert isinstance(model, Grows)
+        model.exponentials.gain = 1e5 if step == 2 else 1.0
+        if was_harmless and step == 1:
+            model.hand_on(model.exponentials(torch.full((4, 4), 1e3)))
+        model(torch.randn(4, 4)).square().sum().backward()
+        optimizer.step()
+
+    (text,) = said(model, train)
+    assert ("step 2, 'exponentials' output (" in text) == (not was_harmless)
+    assert ("NaN of" in text) == was_harmless
+
+
 def scaled(scale: float) -> Callable[[nn.Module, int], None]:
     """Training under a GradScaler that begins with this scale, in float32."""
     scaler = torch.amp.GradScaler("cpu", init_scale=scale)
