@@ -622,6 +622,7 @@ class Capture:
         if taken is not None:
             root.go_on_from(taken)
         self.roots.append(root)
+        self.nonfinite.has_models = len({one.name for one in (*others, root)}) > 1
         self._look_for_large(module)
         return root
 

@@ -6,9 +6,9 @@ NaN is reported in inputs of a root, in outputs, gradients, parameters, optimize
 reported only where no program puts them on purpose (`sites.may_mask`): in gradients, in optimizer state, and in a
 scalar that is called a loss. Inputs and buffers may contain masks, and outputs may be masks, so infinities there are no
 fault by themselves. But if a step has a value to report, and a value before it is infinite for the first time, that one
-is reported. Inputs of inner modules are not checked: each is the output of another module, which is checked, or was made by
-the program's own code. `GradScaler` finds its scale by the non-finite gradients of steps that it skips. So the warning
-about a gradient waits until the gradient's step is over. Warnings about later values of that step wait, too.
+is reported. Inputs of inner modules are not checked: each is the output of another module, which is checked, or was
+made by the program's own code. `GradScaler` finds its scale by the non-finite gradients of steps that it skips. So the
+warning about a gradient waits until the gradient's step is over. Warnings about later values of that step wait, too.
 """
 
 from __future__ import annotations
@@ -71,6 +71,8 @@ class FirstNonFinite:
         self._skipped: deque[int] = deque(maxlen=_MAX_STEPS)
         self._taken: deque[int] = deque(maxlen=_MAX_STEPS)
         """The steps that the optimizer did not skip, as rows of these steps have shown."""
+        self.has_models = False
+        """Whether several models are recorded, so that a value is named with its model. Set by the training thread."""
         self.lags = False
         """True if rows of values on a device may come some steps late. Set by the training thread."""
         self.is_told_by_rows = False
@@ -107,7 +109,8 @@ class FirstNonFinite:
             return
         is_gradient = may_overflow(origin.site)
         counts = ("at least " if is_late else "") + _counts(num_nan, num_inf, math.prod(staged.shape))
-        value = NonFiniteValue(step, _where(staged), counts, origin.module_path, origin.site)
+        model = f"{origin.root}: " * self.has_models
+        value = NonFiniteValue(step, model + _where(staged), counts, origin.module_path, origin.site)
         if is_mask(num_nan, num_inf, may_mask(origin.site, origin.name)):
             self._note_infinite(f"{origin.root} {value.where}", value)
         elif self._waiting is None and not is_gradient:

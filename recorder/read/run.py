@@ -192,6 +192,11 @@ class RecordedRun:
         """All modules by root and path, even those without rows, as the newest writers describe them."""
         return read_modules(self.writers)
 
+    @cached_property
+    def has_models(self) -> bool:
+        """Whether the run has several models, such as the two of a GAN, whose modules may have the same paths."""
+        return len({root for root, _ in self.modules}) > 1
+
     @property
     def foreign_hooks(self) -> str:
         """A text that lists the modules on which the program has hooks, with these hooks. Empty if there are none."""

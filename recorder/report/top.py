@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from numpy.lib.stride_tricks import sliding_window_view
 
-from ..analyze.check.check import MAX_FINDINGS, JoinedFindings, command_of, has_models, sentence, told_of, where_of
+from ..analyze.check.check import MAX_FINDINGS, JoinedFindings, command_of, sentence, told_of, where_of
 from ..analyze.doctor.reply import Check
 from ..checks.rule import Finding, Severity
 from ..run.notes import raised
@@ -206,7 +206,7 @@ def told_by_check(run: Run, findings: Sequence[Finding], typed: str, num_unjudge
 
     `typed` names the run in the commands on the page. `num_unjudged` says in words how many rules were not judged.
     """
-    told = list(told_of(findings, has_models=has_models(run)))
+    told = list(told_of(findings, has_models=run.has_models))
     highlights = [
         _highlight(one, typed)._replace(more=tuple(_highlight(other, typed) for other in under))
         for one, under in told[:MAX_FINDINGS]

@@ -333,6 +333,17 @@ def test_a_step_with_one_of_two_losses_is_no_spike(is_last: bool, num_losses: in
     assert bool(said(recorded, Spike)) is (num_losses == 2)
 
 
+def test_a_loss_that_joins_begins_another_curve() -> None:
+    recorded = Recorded()
+    for step in range(200):
+        late = 40.0 if step == 190 else 0.0
+        for loss in [0.5, 3.0 + late] if step >= 100 else [0.5]:
+            recorded.add(step, "", loss + noise(step, shape=(), scale=0.05), site="scalar", name="loss")
+    found = [(one.step, one.what) for one in said(recorded, Spike)]
+    assert found == [(190, "the loss (the mean of 2 in a step) spikes over the mean of the records before")]
+    assert said(recorded, LossStuck) == []
+
+
 @pytest.mark.parametrize("falls", [True, False])
 def test_a_loss_that_stands_still_in_a_warm_up_and_then_falls_is_not_stuck(falls: bool) -> None:
     recorded = losses(lambda step: 2.0 - 0.01 * max(step - 30, 0) * falls + noise(step, shape=(), scale=1e-5), steps=80)

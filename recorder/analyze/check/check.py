@@ -457,7 +457,7 @@ class JoinedFindings(NamedTuple):
 
 
 def _parts(run: Run, checked: Checked, typed: str, *, is_verbose: bool) -> Iterator[str | StateLine]:
-    told = list(told_of(checked.findings, has_models=has_models(run)))
+    told = list(told_of(checked.findings, has_models=run.has_models))
     for one, under in told[:MAX_FINDINGS]:
         yield StateLine(one.worst.severity.word, sentence(one))
         yield f"{_INDENT}" + ": ".join(filter(None, [one.worst.advice, command_of(typed, one)]))
@@ -497,11 +497,6 @@ def _listed(findings: Sequence[str]) -> str:
     shown = max(sum(length <= _MAX_FOLLOWING for length in lengths), 1)
     more = [f"and {len(findings) - shown} more"] if shown < len(findings) else []
     return "; ".join([*findings[:shown], *more])
-
-
-def has_models(run: Run) -> bool:
-    """Whether a run has several models, such as the two of a GAN, whose modules may have the same paths."""
-    return len({root for root, _ in run.modules}) > 1
 
 
 def told_of(

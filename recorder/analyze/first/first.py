@@ -233,7 +233,9 @@ def _nonfinite_rows(bad: NonFiniteTensor) -> Iterator[tuple[str, str]]:
     healthy = "nothing" if before is None else f"{_value(before)}, step {before.step}{_when(before)}"
     is_early = before is None or before.step < bad.value.step or (before.site, before.module_path) == ("input", "")
     if bad.probed is not None and bad.probed.before and is_early:
-        healthy = f"{_named(*bad.probed.before)}, step {bad.value.step} (by keep=probe{bad.probed.calls})"
+        healthy = (
+            f"{bad.probed.model}{_named(*bad.probed.before)}, step {bad.value.step} (by keep=probe{bad.probed.calls})"
+        )
     elif bad.probed is not None and bad.value.phase != "forward" and before is not None:
         healthy += " (the last that has a row; the order of a backward is not known)"
     yield "last healthy value", healthy
@@ -262,7 +264,8 @@ def _replica_parts(run: Run, answer: First) -> Iterator[str | Table]:
     if probed is not None:
         ranks = f"{'rank' if len(probed.ranks) == 1 else 'ranks'} {ranks_in_words(probed.ranks)}"
         ranks += " unlike the other ranks" if probed.is_odd else " hold different ones"
-        title = f"first replica that differs: step {probed.step}, {_named(*probed.key[1:])}, {ranks}"
+        value = f"{probed.key[0]}: " * run.has_models + _named(*probed.key[1:])
+        title = f"first replica that differs: step {probed.step}, {value}, {ranks}"
         factor = f"; {probed.factor}" if probed.factor else ""
         alone, unseen = (" alone", "; no recorded step shows it") if differing is None else ("", "")
         title += f", by the probe{alone} (equal at step {probed.equal_step}{unseen})"
@@ -319,14 +322,14 @@ def _pairs_table(title: str, rows: Iterable[tuple[str, str]]) -> Table:
 def _where(value: RecordedValue) -> Iterator[tuple[str, str]]:
     source = "" if _LIBRARY in value.source.replace("\\", "/") else value.source
     info = " ".join(filter(None, (value.module_class, source)))
-    yield "module", f"{value.module_path or chr(39) * 2}{', ' if info else ''}{info}"
+    yield "module", f"{value.model}{value.module_path or chr(39) * 2}{', ' if info else ''}{info}"
     named = f", {value.name}" if value.name else ""
     yield "value", f"{value.site}{named}: {value.dtype} {value.shape}, {value.phase}, {value.mode}"
     yield "when", f"step {value.step}{_when(value)}"
 
 
 def _value(value: RecordedValue) -> str:
-    return _named(value.module_path, value.site, value.name)
+    return value.model + _named(value.module_path, value.site, value.name)
 
 
 def _named(module_path: str, site: str, name: str) -> str:

@@ -48,6 +48,8 @@ class ProbedHealth(NamedTuple):
     """The number of the module's calls in a step that the probe measures, in words; empty if it measures all."""
     last_step: int | None
     """The last earlier step at which the value that is now NaN or infinite was finite on the rank."""
+    model: str
+    """The name of the model of `before` with a colon. Empty for the only model of a run."""
 
 
 class NonFiniteTensor(NamedTuple):
@@ -388,9 +390,12 @@ def probed_health(run: Run, bad: RecordedValue) -> ProbedHealth | None:
     is_before &= (bad.phase != "forward") | holds(table.column("phase"), "forward".__eq__)
     # A value that was first seen later comes last in the table, whenever it runs.
     (before,) = np.nonzero(is_before & (is_same & (steps == steps.min())).any())
-    path = tuple(table.select(names[1:4]).slice(int(before[-1]), 1).to_pylist()[0].values()) if len(before) else None
-    calls = _calls_left_out(run, bad.rank, path[0]) if path else ""
-    return ProbedHealth(before=path, calls=calls, last_step=int(last.max()) if len(last) else None)
+    last_step = int(last.max()) if len(last) else None
+    if not len(before):
+        return ProbedHealth(before=None, calls="", last_step=last_step, model="")
+    root, *path = table.select(names[:4]).slice(int(before[-1]), 1).to_pylist()[0].values()
+    calls, model = _calls_left_out(run, bad.rank, path[0]), f"{root}: " if run.has_models else ""
+    return ProbedHealth(before=(path[0], path[1], path[2]), calls=calls, last_step=last_step, model=model)
 
 
 def _calls_left_out(run: Run, rank: int | None, module_path: str) -> str:

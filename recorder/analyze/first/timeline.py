@@ -71,6 +71,8 @@ class RecordedValue(NamedTuple):
     """The class of the module; empty if the run does not say it."""
     source: str
     """The file and line of the module's class; empty if the run does not say it."""
+    model: str
+    """The name of the model with a colon, to be put before a path. Empty for the only model of a run."""
 
     @property
     def key(self) -> ValueName:
@@ -168,7 +170,9 @@ class Timeline:
         """Return the value that a row of `table` records. The table has the columns `VALUE_COLUMNS` of this run."""
         values = {name: table.column(name)[row].as_py() for name in VALUE_COLUMNS}
         info = self.run.modules.get((values["root"], values["module_path"]))
-        return RecordedValue(**values, module_class=info.class_name if info else "", source=info.source if info else "")
+        model = f"{values['root']}: " if self.run.has_models else ""
+        about = ("", "") if info is None else (info.class_name, info.source)
+        return RecordedValue(**values, module_class=about[0], source=about[1], model=model)
 
     def arrays(self, rows: Integers) -> Iterator[tuple[int, npt.NDArray[Any] | RunError]]:
         """Yield the index of each row with its tensor, or with the error of reading it, in the order of steps."""

@@ -100,7 +100,7 @@ class CurveRule(CheckRule):
         self.num = Memory(0.0)
         """By curve, the number of samples before the step that is being judged."""
         self._newest: dict[int, int] = {}
-        """By curve of a norm, the curve that has replaced it last."""
+        """By curve that was replaced, the curve that has replaced it last."""
         self.replaced: set[int] = set()
         self.most = 0
         self.reported = -1
@@ -170,7 +170,7 @@ class CurveRule(CheckRule):
         losses, norms = np.bincount(ids, means) / counts, np.sqrt(np.bincount(ids, squares))
         news = np.bincount(ids[firsts], squares[firsts], len(starts))
         has_new = (news > 0) & (news >= _LEAST_NEW * np.bincount(ids, squares))
-        all_curves = self._of_more_gradients(curve_of[starts], rows.steps[starts], has_new)
+        all_curves = self._of_more_values(curve_of[starts], rows.steps[starts], has_new, counts)
         by_count = np.argsort(counts, kind="stable")  # the last of several steps of a curve has the most values
         curves = all_curves[by_count]
         self.num_values[curves] = np.maximum(self.num_values[curves], counts[by_count])
@@ -185,25 +185,28 @@ class CurveRule(CheckRule):
         starts, values = starts[is_sample], values[is_sample]
         return all_curves[is_sample], rows.steps[starts], values, shares
 
-    def _of_more_gradients(self, curves: Integers, steps: Integers, has_new: Flags) -> Integers:
-        """Return the curves of samples. A norm of more gradients than before begins another curve.
+    def _of_more_values(self, curves: Integers, steps: Integers, has_new: Flags, counts: Integers) -> Integers:
+        """Return the curves of samples. A norm of more gradients, or a mean of more losses, begins another curve.
 
-        That is so from the step on at which a program unfreezes a part of the model. `has_new` says of which samples
-        a good part are gradients that were never there before.
+        That is so from the step on at which a program unfreezes a part of the model, or adds a loss with a backward of
+        its own. `has_new` says of which norms a good part are gradients that were never there before. `counts` are the
+        numbers of values.
         """
-        if not has_new.any() and not self._newest:
+        has_more = np.where(self.is_loss[curves] == 1, counts > self.num_values[curves], has_new)
+        if not has_more.any() and not self._newest:
             return curves
         found = curves.copy()
-        for first in np.unique(curves[self.is_loss[curves] == 0]).tolist():
-            curve = self._newest.get(first, first)
-            is_begun = self.num_values.of(curve) > 0
+        for first in np.unique(curves).tolist():
+            curve, is_loss = self._newest.get(first, first), self.is_loss.of(first) == 1
+            most = self.num_values.of(curve)
             at = np.flatnonzero(curves == first)
             found[at] = curve
-            for one in () if not has_new[at].any() else at[np.argsort(steps[at], kind="stable")].tolist():
-                if has_new[one] and is_begun:
+            for one in () if not has_more[at].any() else at[np.argsort(steps[at], kind="stable")].tolist():
+                num = int(counts[one])
+                if (num > most if is_loss else has_new[one]) and most > 0:
                     self.replaced.add(curve)
                     self._newest[first] = curve = self._new_curve(self.keys[first], self.lanes[first])
-                found[one], is_begun = curve, True
+                found[one], most = curve, max(most, num)
         return found
 
     def _new_curve(self, key: CurveKey, lane: int) -> int:

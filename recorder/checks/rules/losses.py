@@ -142,7 +142,7 @@ class LossStuck(CurveRule):
                 else:
                     yield JudgedSample(index, said, measure, value, threshold, since=since)
             reported[curves[flags]] = 1.0
-        for curve in curves[is_down].tolist():
+        for curve in (*curves[is_down].tolist(), *self.replaced):
             self._still.pop(curve, None)
 
     def _is_negated(self, key: SeriesKey) -> bool:
