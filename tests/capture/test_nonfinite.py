@@ -12,10 +12,12 @@ import torch
 from torch import nn
 
 import recorder
+from recorder.analyze.first.first import reply_of
 from recorder.capture.nonfinite import FirstNonFinite
 from recorder.observe.clock import Clock
 from recorder.records import Measured
 from tests.rigs import jobs
+from tests.rigs.capturing import flagged
 from tests.rigs.fakes import fake_staged
 
 RANKS = """
@@ -273,3 +275,20 @@ def test_of_a_step_that_is_decided_on_a_device_the_row_that_says_so_is_waited_fo
     assert watch.first is None
     watch.look(None, is_last=True)
     assert watch.first is not None and watch.first.step == 1
+
+
+def test_of_several_models_the_one_with_the_value_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    makes, judges = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in (makes, judges)]
+    with flagged(tmp_path, "site=output,param,grad keep=stats") as recording:
+        for step in range(4):
+            if step == 2:
+                nn.init.constant_(judges[0].bias, math.nan)  # type: ignore[arg-type]
+            judges(makes(torch.randn(8, 4))).sum().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    said = [text for record in caplog.records if "not finite: step" in (text := record.getMessage())]
+    assert len(said) == 1 and "step 2, model_1: '0' output (32 NaN of 32 elements)" in said[0]
+    lines = [str(part) for part in reply_of(recording.run, recorder.first(recording.run)).parts()]
+    assert "first NaN or infinity: step 2, model_1: '0' output, rank 0" in lines[0]
