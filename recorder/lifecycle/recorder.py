@@ -52,7 +52,9 @@ from .signals import TerminationWatch, replaced_interrupts, unhandled_exception
 
 _logger = logging.getLogger("recorder")
 _MAX_RENEWALS = 20
-"""The most searches for modules that were added after the first call. A step with unknown parameters starts one."""
+"""The most searches for modules that were added after the first call and finds of such modules."""
+_SEARCH_EVERY = 16
+"""The number of steps from one search to the next. A step with unknown parameters starts a search, too."""
 _LAST_S = 5.0
 """The seconds for which the writer may go on after the third interrupt."""
 _NUM_TRIES = 3
@@ -308,9 +310,12 @@ class Recorder:
             capture.has_stepped = True
             for root in capture.roots:
                 root.step_is_over(has_compiled=has_compiled_anything())
-        if not optimizers.has_root(optimizer) and self._num_renewals < _MAX_RENEWALS:
-            self._num_renewals += 1
-            if capture.renew_grown_roots():
+        is_known = optimizers.has_root(optimizer)
+        is_due = not is_known or capture.clock.num_optimizer_steps % _SEARCH_EVERY == 0
+        if is_due and self._num_renewals < _MAX_RENEWALS:
+            has_grown = capture.renew_grown_roots()
+            self._num_renewals += has_grown or not is_known
+            if has_grown:
                 optimizers.rescan()
         if discovery is None or not discovery.is_on:
             return

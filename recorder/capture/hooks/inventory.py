@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ...format.manifest import FACTS
 from ...observe import tree
 from ...sites import SITES, full_name
 from ...system.text import listed
@@ -32,6 +33,8 @@ from .callbacks import CaptureForHooks
 from .module import AfterForward, HookedModule
 from .parameter_rows import FsdpParameter
 
+_KEPT = (*FACTS, "has_many_labels", "has_uneven_calls", "disarmed", "foreign_hooks")
+"""The members of a module's entry that stay when the hooks of a model are put on anew."""
 _OFTEN_GIVEN = 16
 """The fewest calls in a row with one of a few tensors as first argument after which the manifest says so."""
 _RATES = ("dropout", "drop_prob", "dropout_p", "attention_dropout", "attn_dropout")
@@ -115,6 +118,14 @@ class Inventory:
         seen = {id(one) for node in nodes for one in (node.owner, node.module)}
         found = [(i, unregistered(node.owner, own, seen)) for i, node in enumerate(nodes)]
         self._unregistered = {i: parameters for i, parameters in found if parameters}
+
+    def go_on_from(self, before: Inventory) -> None:
+        """Take over what was seen of the modules, by path, before the hooks were put on anew."""
+        known = {described["path"]: described for described in before.described}
+        for i, described in enumerate(self._modules):
+            seen = known.get(described["path"], {})
+            if kept := {name: seen[name] for name in _KEPT if name in seen}:
+                self._add(i, kept)
 
     def say_hidden(self, nodes: Sequence[tree.Node], compiled: list[str], late: list[str]) -> None:
         """Warn of modules whose calls no hook will observe.

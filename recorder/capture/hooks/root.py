@@ -280,8 +280,10 @@ class Root:
         """Remove the hooks, and put hooks on the modules that the model has now."""
         module = self.module()
         if module is not None:
+            before = self.inventory
             self.remove()
             self._install(module)
+            self.inventory.go_on_from(before)
 
     def has_grown(self) -> bool:
         """Whether the model has modules that it did not have when hooks were put on the model."""

@@ -294,6 +294,26 @@ def test_the_model_that_made_the_argument_of_a_loss_is_named(tmp_path: Path) -> 
     assert one.root == "model_2"
 
 
+def test_a_module_that_is_replaced_is_watched_and_what_was_seen_before_is_kept(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with flagged(tmp_path, "site=scalar,output,param,grad keep=stats") as recording:
+        for step in range(52):
+            if step == 9:
+                model[2] = nn.Linear(8, 5)
+            optimizer.zero_grad()
+            model.zero_grad()
+            y = model(torch.randn(8, 4))
+            nn.functional.cross_entropy(y.softmax(1) if step < 9 else y, torch.randint(0, 5, (8,))).backward()
+            optimizer.step()
+    found = check(recording.run, rules=["loss_argument", "not_optimized"]).findings
+    assert {(one.rule, one.module_path, one.since) for one in found} == {
+        ("loss_argument", "", 0),
+        ("not_optimized", "2", 16),
+    }
+    assert recording.rows(module="2", site="output").step.max() == 51
+
+
 def test_gradients_of_one_batch_may_be_cleared_behind_autograd(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
