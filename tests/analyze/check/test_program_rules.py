@@ -311,7 +311,7 @@ def test_a_module_that_is_replaced_is_watched_and_what_was_seen_before_is_kept(t
         ("loss_argument", "", 0),
         ("not_optimized", "2", 16),
     }
-    assert recording.rows(module="2", site="output").step.max() == 51
+    assert recording.rows(module_path="2", site="output").step.max() == 51
 
 
 def test_gradients_of_one_batch_may_be_cleared_behind_autograd(tmp_path: Path) -> None:
