@@ -35,6 +35,8 @@ from .update_looks import IDLE_UPDATES, UpdateLooks, parameters_of
 from .updates import Updates
 
 _MAX_PROBED = 64
+_FIRST_PARAMETERS = 16
+"""The number of parameters of an optimizer that are looked at to find the model that the optimizer trains."""
 _A_TRAINING = 10
 """An optimizer that has counted so many updates was a training, and the name is not given to the next optimizer."""
 HERE_ALONE = '{"of_one_rank":true}'
@@ -367,6 +369,7 @@ class OptimizerHooks:
             capture.step_changed()
         self.looks.before_update(optimizer, is_counting=self._counts(optimizer), live=self._live)
         wrapped = wrap_closure(args, kwargs, lambda: self.closure_returned(optimizer))
+        self._file_losses(optimizer)
         self._rates_wait = wrapped is not None  # the forward in the closure begins the step
         if not self._rates_wait:
             self._record_rates(optimizer)
@@ -384,6 +387,7 @@ class OptimizerHooks:
         """Record the gradients that a closure has computed, which the optimizer uses next."""
         try:
             self._active = self._active or weakref.ref(optimizer)  # None: the first root was made in this closure
+            self._file_losses(optimizer)
             if self._rates_wait:
                 self._rates_wait = False
                 self._record_rates(optimizer)
@@ -392,6 +396,14 @@ class OptimizerHooks:
             self.record_before(optimizer)
         except Exception as error:
             self._capture.hook_failed("closure", error)
+
+    def _file_losses(self, optimizer: Optimizer) -> None:
+        """Record the losses that wait for an update, before the learning rates of the update."""
+        if self._capture.scalars.has_new:
+            firsts = itertools.islice(parameters_of(optimizer), _FIRST_PARAMETERS)
+            names = (rows.root_name for one in firsts if (rows := self._rows_of(one)) is not None)
+            if root_name := next(filter(None, names), None):
+                self._capture.scalars.updates(root_name)
 
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record the optimizer's state, and count the step (the post-step hook)."""

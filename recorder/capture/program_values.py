@@ -40,6 +40,8 @@ LOSS = "loss"
 """The name of the loss as a scalar. The recorder finds the loss if the program gives no scalar of this name."""
 _MAX_LOSSES = 64
 """The most losses of one step that are kept until the step ends."""
+_SURE = 16
+"""How often the loss of one place in a step must have been that of one model before it is taken for granted."""
 _MAX_NAME_LENGTH = 1_024
 """The most letters of a scalar's name. A reader rejects a batch with a longer name as damaged."""
 _FOUND = {LOSS: '{"found":"backward"}', EVALUATION_LOSS: '{"found":"evaluation"}'}
@@ -83,6 +85,13 @@ class Scalars:
         self._waits_for_loss = True
         """True until a step ends in which a loss was found and the program gave no loss. After that step each loss is
         recorded as it is found, so that a process that ends suddenly leaves the loss of its last step."""
+        self._roots_of_losses: dict[tuple[str, int], tuple[str, int]] = {}
+        """By the model that was called last and the number of the loss in its step: the model that was updated next,
+        empty where it was not always the same, and how often it was so."""
+        self._not_updated: list[tuple[str, int]] = []
+        """The keys of `_roots_of_losses` of the losses that were found since the last update."""
+        self._num_losses = 0
+        """How many losses of this step were found."""
         self._evaluations: dict[str, tuple[int, int, torch.Tensor, int]] = {}
         """By root, the evaluation that is under way: its step, keep bits, and the mean and number of its losses."""
         self._is_validation_given = False
@@ -93,7 +102,7 @@ class Scalars:
             self._waits_for_loss = False
         self.record_losses(until=step)
         if step != self._step:  # the program may have named the step that is current already
-            self._step = step
+            self._step, self._num_losses = step, 0
             self._repeats.clear()
 
     def record(self, name: str, value: Any, root_name: str | None = None) -> None:
@@ -119,15 +128,42 @@ class Scalars:
         return self.capture.selection.rule_set_of_name("scalar", name) != NOTHING
 
     def add_loss(self, value: torch.Tensor) -> None:
-        """Take a one-element tensor at which a backward begins. It is the loss unless the program gives a loss."""
+        """Take a one-element tensor at which a backward begins. It is the loss unless the program gives a loss.
+
+        With several models it is the loss of the one that is updated next. Where this cannot be told from the last
+        steps, the loss waits for the update.
+        """
         if self._is_loss_given or not (keep := self._keep_of_scalar(LOSS)):
             return
         if (local := _local_loss(value)) is None:
             return
+        last = self.capture.root_calls.outermost
+        at = last.name if last is not None else "", self._num_losses
+        self._num_losses += 1
+        del self._not_updated[:-_MAX_LOSSES]
+        self._not_updated.append(at)
+        next_root, num_seen = self._roots_of_losses.get(at, ("", 0))
+        root_name = next_root if next_root and num_seen >= _SURE else None
+        waits = self._waits_for_loss or (root_name is None and len(self.roots) > 1)
         with torch.no_grad():
-            held = local.detach().clone() if self._waits_for_loss else local.detach()
-        self._losses.append((self.capture.clock.step, keep, held, LOSS, None))
-        if not self._waits_for_loss or len(self._losses) > _MAX_LOSSES:
+            held = local.detach().clone() if waits else local.detach()
+        self._losses.append((self.capture.clock.step, keep, held, LOSS, root_name))
+        if not waits or len(self._losses) > _MAX_LOSSES:
+            self.record_losses()
+
+    @property
+    def has_new(self) -> bool:
+        """Whether a loss was found since the last update."""
+        return bool(self._not_updated)
+
+    def updates(self, root_name: str) -> None:
+        """File the losses that were found since the last update under the model that is about to be updated."""
+        for at in () if self._waits_for_loss else self._not_updated:  # the first step may end in the middle of a loop
+            known, num_seen = self._roots_of_losses.get(at, (root_name, 0))
+            self._roots_of_losses[at] = known if known == root_name else "", num_seen + 1
+        self._not_updated.clear()
+        self._losses = deque((*one[:4], one[4] or root_name) for one in self._losses)
+        if not self._waits_for_loss:
             self.record_losses()
 
     def add_evaluation(self, output: Any, root_name: str) -> None:

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import recorder
 from recorder.analyze.diff.diff import diff
+from tests.rigs.capturing import flagged
 
 RULES = "site=scalar,output keep=stats"
 
@@ -369,3 +370,43 @@ def test_an_error_of_a_clip_has_no_frame_of_ours(tmp_path: Path, model: nn.Modul
         with pytest.raises(TypeError) as raised:
             nn.utils.clip_grads_with_norm_(model.parameters(), object(), torch.ones(()))  # type: ignore[arg-type]
     assert not any("recorder" in str(entry.path) for entry in raised.traceback[1:])
+
+
+@pytest.mark.parametrize("num_critic_steps", [1, 3])
+@pytest.mark.parametrize("by", ["flag", "attach"])
+def test_of_two_models_each_loss_is_of_the_one_that_is_updated_next(
+    tmp_path: Path, by: str, num_critic_steps: int
+) -> None:
+    """The generator's loss is computed by the discriminator, which is called last for both losses."""
+    makes, judges = nn.Linear(2, 4), nn.Linear(4, 1)
+    optimizers = {model: torch.optim.SGD(model.parameters(), lr=1e-3) for model in (makes, judges)}
+    known: dict[nn.Module, list[float]] = {makes: [], judges: []}
+
+    def update(model: nn.Module, loss: torch.Tensor) -> None:
+        optimizers[model].zero_grad()
+        loss.backward()
+        optimizers[model].step()
+        known[model].append(loss.item())
+
+    def go() -> None:
+        for _ in range(24):
+            for _ in range(num_critic_steps):
+                update(judges, judges(makes(torch.randn(8, 2)).detach()).square().mean() + 1)
+            update(makes, judges(makes(torch.randn(8, 2))).square().mean())
+
+    if by == "flag":
+        with flagged(tmp_path, RULES) as recording:
+            go()
+        run, names = recording.run, {makes: "model", judges: "model_1"}
+    else:
+        names = {makes: "makes", judges: "judges"}
+        with (
+            recorder.attach(makes, enabled=True, dir=str(tmp_path), rules=RULES, name="makes"),
+            recorder.attach(judges, enabled=True, name="judges"),
+        ):
+            go()
+        run = recorder.open_run(tmp_path)
+    frame: Any = run.to_pandas(columns=["seq", "root", "site", "name", "mean"])
+    found = frame[(frame.site == "scalar") & (frame.name == "loss")].sort_values("seq")
+    for model, losses_of_model in known.items():
+        assert found[found.root == names[model]]["mean"].tolist() == pytest.approx(losses_of_model, rel=1e-6)

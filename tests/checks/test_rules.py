@@ -344,6 +344,20 @@ def test_a_loss_that_joins_begins_another_curve() -> None:
     assert said(recorded, LossStuck) == []
 
 
+@pytest.mark.parametrize("are_rivals", [True, False])
+def test_the_losses_of_two_models_are_judged_alone_and_are_notes_where_both_train(are_rivals: bool) -> None:
+    recorded = Recorded()
+    for step in range(200):
+        for root, loss in (("judges", 0.5 + 20.0 * (step == 190)), ("makes", 3.0)):
+            if are_rivals or (root == "makes") == (step < 100):
+                value = np.array(loss + noise(step, shape=(), scale=0.05))
+                recorded.add(step, "", value, site="scalar", name="loss", root=root)
+    (one,) = said(recorded, Spike)
+    assert (one.root, one.step, one.value) == ("judges", 190, pytest.approx(20.5, abs=0.2))
+    assert one.severity == (Severity.NOTE if are_rivals else Severity.WARNING)
+    assert ("other models have losses" in one.detail) == are_rivals
+
+
 @pytest.mark.parametrize("falls", [True, False])
 def test_a_loss_that_stands_still_in_a_warm_up_and_then_falls_is_not_stuck(falls: bool) -> None:
     recorded = losses(lambda step: 2.0 - 0.01 * max(step - 30, 0) * falls + noise(step, shape=(), scale=1e-5), steps=80)

@@ -50,6 +50,8 @@ class CurveKey(NamedTuple):
     kind: str
     """The kind of curve: `_LOSS` or `_NORM`."""
     rank: int
+    root: str
+    """The name of the model that has the loss. Empty for gradients, whose norm is that of all models."""
     name: str
     """The name and mode of a loss, or the scope of gradients."""
     training: int
@@ -71,6 +73,7 @@ class JudgedSample(NamedTuple):
     """The step at which the condition began, if the rule waited for further samples."""
 
 
+_RIVALS = "other models have losses, too, and models that are trained against each other move each other's losses"
 _UNEVEN = "the number of calls of the model before a backward varies, and a sum over them varies with it"
 
 
@@ -99,6 +102,8 @@ class CurveRule(CheckRule):
         """By curve, the number of values in its last step."""
         self.num = Memory(0.0)
         """By curve, the number of samples before the step that is being judged."""
+        self._first, self._last = Memory(), Memory()
+        """By curve, the steps of its first and of its last sample so far."""
         self._newest: dict[int, int] = {}
         """By curve that was replaced, the curve that has replaced it last."""
         self.replaced: set[int] = set()
@@ -130,7 +135,10 @@ class CurveRule(CheckRule):
             return
         order = np.argsort(steps, kind="stable")
         curves, steps, values = curves[order], steps[order], values[order]
-        its_curves, nums = np.unique(curves, return_counts=True)
+        its_curves, firsts, nums = np.unique(curves, return_index=True, return_counts=True)
+        new = np.isnan(self._first[its_curves])
+        self._first[its_curves[new]] = steps[firsts[new]].astype(np.float64)
+        self._last[curves] = steps.astype(np.float64)
         if len(its_curves) <= _FEW_CURVES and self.has_passed(its_curves.tolist(), curves, values):
             self.num[its_curves] = self.num[its_curves] + nums
             self.most = max(self.most, int(self.num[its_curves].max()))
@@ -140,8 +148,10 @@ class CurveRule(CheckRule):
             for one in self.judge(curves[at], values[at]):
                 self.reported = int(curves[at[one.number]])
                 lane = self._blamed(rows, self.reported, self.step, shares)
-                yield self.finding(lane, self.step, one.what, one.measure, one.value, one.threshold, one.severity,
-                                   one.since)  # fmt: skip
+                found = self.finding(
+                    lane, self.step, one.what, one.measure, one.value, one.threshold, one.severity, one.since
+                )
+                yield self.among_rivals(self.reported, found)
             num = self.num[curves[at]] + 1
             self.num[curves[at]] = num
             self.most = max(self.most, int(num.max()))
@@ -220,15 +230,15 @@ class CurveRule(CheckRule):
         for lane in np.unique(lanes[np.isnan(numbers)]).tolist():
             key, rank = self.catalog.key_of(lane), int(self.catalog.rank_of[lane])
             is_loss = key.site == "scalar"
-            kind, name = (_LOSS, f"{key.name} {key.mode}") if is_loss else (_NORM, key.scope)
-            curve = CurveKey(kind, rank, name, self.training)
+            names = (_LOSS, rank, key.root, f"{key.name} {key.mode}") if is_loss else (_NORM, rank, "", key.scope)
+            curve = CurveKey(*names, self.training)
             if curve not in self._number_of:
                 self._number_of[curve] = self._new_curve(curve, lane)
             self._number[np.array([lane])] = float(self._number_of[curve])
         return self._number[lanes].astype(np.int64)
 
     def _blamed(self, rows: Rows, curve: int, step: int, shares: Floats) -> int:
-        kind, rank, scope, _ = self.keys[curve]
+        kind, rank, _, scope, _ = self.keys[curve]
         if kind == _LOSS:
             return self.lanes[curve]
         is_part = rows.where(f"grad of scope {scope}", lambda key: key.site == "grad" and key.scope == scope)
@@ -241,6 +251,18 @@ class CurveRule(CheckRule):
         if not any(facts.has_uneven_calls for (root, _), facts in modules if one.root in ("", root)):
             return one
         return one._replace(severity=Severity.NOTE, detail=one.detail or _UNEVEN)
+
+    def among_rivals(self, curve: int, one: Finding) -> Finding:
+        """Make a finding on a loss a note if another model has losses at the same time, as in a GAN."""
+        key, since, until = self.keys[curve], self._first.of(curve), self._last.of(curve)
+        has_rivals = any(
+            (other.kind, other.rank, other.training) == (_LOSS, key.rank, key.training) and other.root != key.root
+            and self._first.of(number) <= until and since <= self._last.of(number)
+            for number, other in enumerate(self.keys)
+        )  # fmt: skip
+        if key.kind != _LOSS or not has_rivals:
+            return one
+        return one._replace(severity=Severity.NOTE, detail="; ".join(filter(None, [one.detail, _RIVALS])))
 
     def words(self, curve: int) -> str:
         """Return the name of the curve in a finding."""
@@ -451,7 +473,7 @@ class Spike(CurveRule):
             self._num_details += 1
             if self._num_details <= _MAX_DETAILS:
                 told = self._recent.risen_rate(one), self._recent.first_moved(one)
-                one = one._replace(detail="; ".join(filter(None, told)))
+                one = one._replace(detail="; ".join(filter(None, [*told, one.detail])))
             yield self._targets.as_note(one)
 
     def has_passed(self, its_curves: list[int], curves: Integers, values: Floats) -> bool:

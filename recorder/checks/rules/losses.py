@@ -82,7 +82,8 @@ class LossStuck(CurveRule):
                 severity = Severity.NOTE if one.what.endswith(_STAYS) else one.severity
                 one = one._replace(severity=severity, detail=changed)
             if WRONG_SIGN in one.what:
-                one = one._replace(advice="look at the sign of the loss and of each of its terms")
+                advice = "look at the sign of the loss and of each of its terms"
+                one = one._replace(severity=self.severity, detail="", advice=advice)
             else:
                 self._risen[one] = self.reported
             yield one
@@ -160,7 +161,7 @@ class LossStuck(CurveRule):
         if self.most < 2 * self._window:
             self.why_not_judged = f"it needs {2 * self._window} records of a loss, and there are fewer"
         for curve, one in self._still.items():
-            yield one._replace(detail=self._guessing(self._middle.of(curve)))
+            yield self.among_rivals(curve, one._replace(detail=self._guessing(self._middle.of(curve))))
         yield from () if self._still else self._never_fell()  # a fine-tuning may begin at its floor: a note
 
     def _never_fell(self) -> Iterator[Finding]:
@@ -188,7 +189,7 @@ class LossStuck(CurveRule):
         detail += "" if has_fallen else f"; a fall by {number(100 * shown)} % would show"
         moved_in_words = f"the lengths of all updates add up to {number(moved)} times the norm of the weights"
         details = filter(None, (detail, self._guessing(means[-1]), moved_in_words))
-        yield one._replace(ranks=ranks, detail="; ".join(details))
+        yield self.among_rivals(int(curves[0]), one._replace(ranks=ranks, detail="; ".join(details)))
 
     def _guessing(self, loss: float) -> str:
         """Say so if a loss of classes is the logarithm of their number. Return an empty text if it is not.
