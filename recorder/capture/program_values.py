@@ -544,7 +544,7 @@ def _wrong_argument(loss: Any) -> tuple[str, Any] | None:
     if (negated := _negated(loss)) is not None:
         return f"Neg of {_kind(negated)}", negated
     if (made := _in_divergence(loss)) is not None:
-        return f"KlDiv of {_kind(made)}", made
+        return f"KlDiv of {'Batch' if _kind(made) == 'LogSoftmax' else _kind(made)}", made
     nodes = [loss]
     for node in nodes:
         kind, below = _kind(node), _first_below(node)
@@ -581,7 +581,7 @@ def _is_over_time(node: Any, loss: Any) -> bool:
 
 
 def _in_divergence(loss: Any) -> Any:
-    """Return the node that makes probabilities for a KL divergence, which is a term of the loss. None without one.
+    """Return the node that makes what a KL divergence, a term of the loss, does not expect. None without one.
 
     `kl_div` computes ``xlogy(target, target) - target * input``, in which only the input has a graph.
     """
@@ -590,7 +590,7 @@ def _in_divergence(loss: Any) -> Any:
         kind, children = _kind(node), _children(node)
         if kind == "Sub" and _first_below(node) is None and children and _kind(children[0]) == "Mul":
             factors = _children(children[0])
-            if len(factors) == 1 and _kind(factors[0]) in ("Softmax", "Sigmoid"):
+            if len(factors) == 1 and (_kind(factors[0]) in ("Softmax", "Sigmoid") or _is_over_batch(factors[0])):
                 return factors[0]
         elif kind in ("Mean", "Sum", "Div", "Mul", "Add"):  # the square of such a difference is no divergence
             nodes += children[: _MAX_NODES - len(nodes)]

@@ -296,8 +296,13 @@ class UpdateLooks:
         optimized = Optimized(trained, fed - idle, unstepped, has_copies=not fed <= own)
         with_common = [root for root in capture.roots if any(id(one) in common for _, _, one in root.parameters())]
         last_common = max((root.last_call for root in with_common), default=0)
+        with_trained = [root for root in capture.roots if any(id(one) in trained for _, _, one in root.parameters())]
+        last_trained = max((root.last_call for root in with_trained), default=0)
         for root in capture.roots:
             # A thread that reads `.grad` while another thread's backward sets it corrupts the process's memory.
             if root.thread in (None, threading.get_ident()):
                 is_before = 0 < root.last_call < last_common
-                root.inventory.look_at_update(optimized, capture.clock.step, root.clock.is_trained, is_before)
+                feeds_trained = root not in with_trained and 0 < root.last_call < last_trained
+                root.inventory.look_at_update(
+                    optimized, capture.clock.step, root.clock.is_trained, is_before, feeds_trained
+                )

@@ -78,6 +78,10 @@ class ModuleFacts(NamedTuple):
     """The parameters that have a gradient and that no optimizer has."""
     untrained_since: int | None = None
     """The first known step at which the module had such a parameter."""
+    feeds_trained: bool = False
+    """Whether no optimizer had anything of the model then, but of a model that was called after it."""
+    unfrozen: int | None = None
+    """The last step at which a parameter was seen to require a gradient that had required none before."""
     evaluated: int | None = None
     """The first known step at which the module was in evaluation mode while an optimizer stepped."""
     loss_argument: str = ""

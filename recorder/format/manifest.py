@@ -99,6 +99,10 @@ class RecordedModule:
     """The parameters that get a gradient although no optimizer updates them."""
     untrained_since: int | None = None
     """The first known step at which the module had such a parameter."""
+    feeds_trained: bool = False
+    """Whether no optimizer had anything of the model then, but of a model that was called after it."""
+    unfrozen: int | None = None
+    """The last step at which a parameter was seen to require a gradient that had required none before."""
     evaluated: int | None = None
     """The first step at which the module was seen in evaluation mode while an optimizer stepped."""
     loss_argument: str = ""

@@ -380,9 +380,9 @@ def test_of_two_models_each_loss_is_of_the_one_that_is_updated_next(
     """The generator's loss is computed by the discriminator, which is called last for both losses."""
     makes, judges = nn.Linear(2, 4), nn.Linear(4, 1)
     optimizers = {model: torch.optim.SGD(model.parameters(), lr=1e-3) for model in (makes, judges)}
-    known: dict[nn.Module, list[float]] = {makes: [], judges: []}
+    known: dict[nn.Linear, list[float]] = {makes: [], judges: []}
 
-    def update(model: nn.Module, loss: torch.Tensor) -> None:
+    def update(model: nn.Linear, loss: torch.Tensor) -> None:
         optimizers[model].zero_grad()
         loss.backward()
         optimizers[model].step()

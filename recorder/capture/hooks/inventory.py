@@ -33,7 +33,7 @@ from .callbacks import CaptureForHooks
 from .module import AfterForward, HookedModule
 from .parameter_rows import FsdpParameter
 
-_KEPT = (*FACTS, "has_many_labels", "has_uneven_calls", "disarmed", "foreign_hooks")
+_KEPT = (*FACTS, "has_many_labels", "has_uneven_calls", "disarmed", "foreign_hooks", "unfrozen", "feeds_trained")
 """The members of a module's entry that stay when the hooks of a model are put on anew."""
 _OFTEN_GIVEN = 16
 """The fewest calls in a row with one of a few tensors as first argument after which the manifest says so."""
@@ -227,7 +227,9 @@ class Inventory:
             if more:
                 self._add(i, {"foreign_hooks": [*known, *more]})
 
-    def look_at_update(self, optimized: Optimized, step: int, is_trained: bool, is_before_common: bool) -> None:
+    def look_at_update(
+        self, optimized: Optimized, step: int, is_trained: bool, is_before_common: bool, feeds_trained: bool
+    ) -> None:
         """Note, before an update, parameters that have a gradient but no optimizer, and modules in evaluation mode.
 
         Args:
@@ -235,6 +237,7 @@ class Inventory:
             step: the step that the update ends.
             is_trained: whether the model is trained in this step, so that the mode of its modules counts.
             is_before_common: whether a model of which two optimizers have parameters was called after this one.
+            feeds_trained: whether no optimizer has this model, and has one that was called after this one.
         """
         trained = optimized.trained
         # A frozen model may be in evaluation mode, also inside of a model that is trained.
@@ -274,12 +277,13 @@ class Inventory:
             self._add(0, {"evaluated": self._evaluated_since})
         for i, described in enumerate(self._modules[: len(self._hooked)]):
             if (names := frozen.get(i, [])) != described.get("frozen", []):
-                self._add(i, {"frozen": names})
+                unfrozen = {"unfrozen": step} if set(described.get("frozen", [])) - set(names) else {}
+                self._add(i, {"frozen": names, **unfrozen})
         trains_others = num_trained > 0 or not trained or not optimized.fed <= own
         # Optimizers may have copies of the parameters, as those of mixed precision do. A model without an optimizer may
         # only pass gradients on, as that of a perceptual loss does. But if it is called before a model that two
         # optimizers have, one of them was to have it, unless the program changes its parameters, as of a mean.
-        is_forgotten = is_before_common and self._are_unchanged()
+        is_forgotten = (is_before_common or feeds_trained) and self._are_unchanged()
         may_be_so = optimized.has_copies or not (num_trained or optimized.unstepped & own or is_forgotten)
         if trains_others and may_be_so and sum(map(len, untrained.values())) >= num_trained:
             return
@@ -295,7 +299,8 @@ class Inventory:
                 self._suspects[i] = step
                 continue
             if names != described.get("untrained", []):
-                self._add(i, {"untrained": names, "untrained_since": self._suspects.get(i, step)})
+                feeds = {"feeds_trained": feeds_trained and not is_before_common}
+                self._add(i, {"untrained": names, "untrained_since": self._suspects.get(i, step), **feeds})
 
     def _are_unchanged(self) -> bool:
         """Return whether nothing has changed the parameters since the last call. The first call returns True."""

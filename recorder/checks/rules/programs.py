@@ -72,7 +72,8 @@ class NotOptimized(_ProgramRule):
                 if "[" in name:
                     continue
                 is_held = name in facts.rates
-                are_last = not is_held and _trains_last(of_root[module[0]])
+                are_last = not is_held and (facts.feeds_trained or _trains_last(of_root[module[0]]))
+                are_last &= facts.unfrozen is None  # a program that unfreezes a parameter means to train it
                 what = _NEVER_STEPS if is_held else _NO_OPTIMIZER + _ONLY_LAST * are_last
                 severity = Severity.NOTE if are_last else None
                 one = self.finding_on(module, facts.untrained_since or 0, what, name=name, severity=severity)

@@ -253,6 +253,7 @@ def _divergence(values: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
         (lambda y, c: _ctc(y[None].log_softmax(1).permute(1, 0, 2)), "gets a log_softmax over the time or the batch"),
         (lambda y, c: _divergence(y.softmax(1), c) + y.square().mean(), "kl_div expects log-probabilities, and gets"),
         (lambda y, c: _divergence(y.log_softmax(1), c), ""),
+        (lambda y, c: _divergence(y.log_softmax(0), c), "gets a log_softmax over the samples of the batch"),
         (lambda y, c: (torch.rand(8, 5) - 0.5 * y.sigmoid()).square().mean(), ""),
         (lambda y, c: nn.functional.mse_loss(y, torch.randn(8, 5)), ""),
         (lambda y, c: nn.functional.mse_loss(torch.randn(8), y[:, :1]), "compares each output with all labels"),
@@ -292,6 +293,41 @@ def test_the_model_that_made_the_argument_of_a_loss_is_named(tmp_path: Path) -> 
                 optimizer.step()
     (one,) = check(recording.run, rules=["loss_argument"]).findings
     assert one.root == "model_2"
+
+
+@pytest.mark.parametrize(("is_unfrozen", "severity"), [(False, Severity.NOTE), (True, Severity.WARNING)])
+def test_what_was_frozen_before_is_meant_to_be_trained(tmp_path: Path, is_unfrozen: bool, severity: Severity) -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    model[0].requires_grad_(not is_unfrozen)
+    optimizer = torch.optim.SGD(model[2].parameters(), lr=0.01)
+    with flagged(tmp_path, "site=param keep=stats") as recording:
+        for step in range(40):
+            if step == 10:
+                model[0].requires_grad_(True)
+            model(torch.randn(8, 4)).square().mean().backward()
+            optimizer.step()
+            model.zero_grad()
+    found = check(recording.run, rules=["not_optimized"]).findings
+    assert {(one.module_path, one.severity) for one in found} == {("0", severity)}
+
+
+@pytest.mark.parametrize("is_perceptual", [False, True])
+def test_an_encoder_that_no_optimizer_has_is_a_note_and_a_perceptual_loss_is_not(
+    tmp_path: Path, is_perceptual: bool
+) -> None:
+    encoder, decoder = nn.Linear(4, 2), nn.Linear(2, 4)
+    optimizer = torch.optim.SGD(decoder.parameters(), lr=0.01)
+    with flagged(tmp_path, "site=param keep=stats") as recording:
+        for _ in range(40):
+            x = torch.randn(8, 4)
+            wanted = encoder(x)
+            made = decoder(wanted.detach() if is_perceptual else wanted)
+            (encoder(made) - wanted.detach() if is_perceptual else made - x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            encoder.zero_grad()
+    found = check(recording.run, rules=["not_optimized"]).findings
+    assert {(one.root, one.severity) for one in found} == (set() if is_perceptual else {("model", Severity.NOTE)})
 
 
 def test_a_module_that_is_replaced_is_watched_and_what_was_seen_before_is_kept(tmp_path: Path) -> None:
