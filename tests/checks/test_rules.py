@@ -285,6 +285,19 @@ def test_a_part_that_is_unfrozen_is_no_spike(since: int) -> None:
     assert [(one.rule, one.step) for one in recorded.judge(Spike).findings] == [("spike", 180)]
 
 
+@pytest.mark.parametrize("has_head", [True, False])
+def test_a_loss_that_leaps_as_a_head_gets_its_first_gradient_is_a_note(has_head: bool) -> None:
+    recorded = Recorded({"trunk": "Linear", "head": "Linear"})
+    for step in range(200):
+        for module_path in ("trunk", "head") if has_head and step >= 100 else ("trunk",):
+            recorded.add(step, module_path, 1 + noise(step) / 20, site="grad", name="weight")
+        loss = 5.0 if step >= 100 else 0.5
+        recorded.add(step, "", loss + noise(step, shape=(), scale=0.05), site="scalar", name="loss")
+    first, *_ = said(recorded, Spike)
+    assert (first.step, first.severity) == (100, Severity.NOTE if has_head else Severity.WARNING)
+    assert ("their first gradient" in first.detail) == has_head
+
+
 def test_a_spike_shortly_after_a_small_new_gradient_is_named() -> None:
     """Of many experts, rare ones get their first gradients late."""
     recorded = Recorded({f"experts.{number}": "Linear" for number in range(16)})

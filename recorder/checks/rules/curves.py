@@ -23,6 +23,8 @@ _FADING = 0.97
 """The factor by which the remembered largest sample shrinks with each further sample: 23 samples halve it."""
 _LEAST_NEW = 0.5
 """The least part of the sum of squares that new gradients have where a norm begins anew. Less raises it 1.4 times."""
+_LEAST_GROWN = 0.01
+"""The least part of the sum of squares that new gradients have where they come with a new term of the loss."""
 _KEPT_STEPS = 16
 _MAX_KEPT_ROWS = 400_000
 _TINY = 1e-3
@@ -73,6 +75,7 @@ class JudgedSample(NamedTuple):
     """The step at which the condition began, if the rule waited for further samples."""
 
 
+_GROWN = "at this step parameters got their first gradient, as those of a new term of the loss do"
 _RIVALS = "other models have losses, too, and models that are trained against each other move each other's losses"
 _UNEVEN = "the number of calls of the model before a backward varies, and a sum over them varies with it"
 
@@ -100,6 +103,8 @@ class CurveRule(CheckRule):
         """By curve, the largest number of values in a step; a sample of a loss is the mean of a step's values."""
         self._num_before = Memory()
         """By curve, the number of values in its last step."""
+        self.grown_at: set[tuple[int, int]] = set()
+        """The ranks and the steps, but for the first one, at which gradients came that were never there before."""
         self.num = Memory(0.0)
         """By curve, the number of samples before the step that is being judged."""
         self._first, self._last = Memory(), Memory()
@@ -179,6 +184,7 @@ class CurveRule(CheckRule):
         counts = np.bincount(ids)
         losses, norms = np.bincount(ids, means) / counts, np.sqrt(np.bincount(ids, squares))
         news = np.bincount(ids[firsts], squares[firsts], len(starts))
+        self._note_growth(curve_of[starts], rows.steps[starts], news > _LEAST_GROWN * np.bincount(ids, squares))
         has_new = (news > 0) & (news >= _LEAST_NEW * np.bincount(ids, squares))
         all_curves = self._of_more_values(curve_of[starts], rows.steps[starts], has_new, counts)
         by_count = np.argsort(counts, kind="stable")  # the last of several steps of a curve has the most values
@@ -194,6 +200,11 @@ class CurveRule(CheckRule):
         is_sample = ~(counts < least) | ~rows.at("scalar")[starts]
         starts, values = starts[is_sample], values[is_sample]
         return all_curves[is_sample], rows.steps[starts], values, shares
+
+    def _note_growth(self, curves: Integers, steps: Integers, has_new: Flags) -> None:
+        for one in np.flatnonzero(has_new).tolist():
+            if self.num_values.of(curves[one]) > 0 or (steps[curves == curves[one]] < steps[one]).any():
+                self.grown_at.add((self.keys[curves[one]].rank, int(steps[one])))
 
     def _of_more_values(self, curves: Integers, steps: Integers, has_new: Flags, counts: Integers) -> Integers:
         """Return the curves of samples. A norm of more gradients, or a mean of more losses, begins another curve.
@@ -474,6 +485,8 @@ class Spike(CurveRule):
             if self._num_details <= _MAX_DETAILS:
                 told = self._recent.risen_rate(one), self._recent.first_moved(one)
                 one = one._replace(detail="; ".join(filter(None, [*told, one.detail])))
+            if one.site == "scalar" and (self.keys[self.reported].rank, one.step) in self.grown_at:
+                one = one._replace(severity=Severity.NOTE, detail=_GROWN)
             yield self._targets.as_note(one)
 
     def has_passed(self, its_curves: list[int], curves: Integers, values: Floats) -> bool:
