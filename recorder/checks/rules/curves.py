@@ -415,7 +415,9 @@ class Recent:
             if len(indices):
                 key = rows.catalog.key_of(int(rows.lanes[indices[0]]))
                 name = f" {key.name}" if key.name else ""
-                return f"{module_in_words(key.module_path)} {key.site}{name} moved first, at step {int(steps[line])}"
+                model = f"{key.root}: " if len({root for root, _ in rows.catalog.modules}) > 1 else ""
+                where = f"{model}{module_in_words(key.module_path)} {key.site}{name}"
+                return f"{where} moved first, at step {int(steps[line])}"
         return ""
 
     def risen_rate(self, one: Finding) -> str:
