@@ -451,6 +451,8 @@ class StatisticsBlocks:
 
 def check_statistics(run: Run, axes: Axes, collected: StatisticsBlocks) -> None:
     """Raise LookupFailedError if there is nothing to draw. The message says what to record next time."""
+    if run.lost:
+        raise LookupFailedError(f"{run.name} has no rows to draw: {run.lost}")
     if not axes.index:
         raise LookupFailedError(
             f"{run.name} has no rows to draw; `recorder doctor` says why, and RECORDER_RULES='keep=stats' records "

@@ -336,7 +336,7 @@ def reply_of(run: Run, checked: Checked, typed: str, *, fails_from: int | None, 
     judge the run, and its needs.
     """
     worst = max((one.severity for one in checked.findings), default=-1)
-    is_failure = fails_from is not None and (worst >= fails_from or bool(run.problems) or _is_lost(run, checked))
+    is_failure = fails_from is not None and (worst >= fails_from or bool(run.problems or run.lost))
     return Reply(
         members=lambda: {
             "run": str(run.path),
@@ -356,11 +356,6 @@ def reply_of(run: Run, checked: Checked, typed: str, *, fails_from: int | None, 
         parts=partial(_parts, run, checked, typed, is_verbose=is_verbose),
         exit_code=int(is_failure),
     )
-
-
-def _is_lost(run: Run, checked: Checked) -> bool:
-    """Whether nothing could be judged because the processes ended before the first rows were on disk."""
-    return bool(run.endings) and not checked.num_rows and not checked.num_probed
 
 
 _FACT_OF: dict[str, tuple[str, ...]] = {
@@ -467,14 +462,13 @@ def _parts(run: Run, checked: Checked, typed: str, *, is_verbose: bool) -> Itera
                 yield f"{_INDENT}{words}: {_listed([f'{other.worst.rule} at {_place(other)}' for other in some])}"
     if len(told) > MAX_FINDINGS:
         yield f"{_INDENT}and {len(told) - MAX_FINDINGS} more findings; --json has all"
-    is_lost = _is_lost(run, checked)  # no other rules would have helped
-    reasons = {} if is_lost and not is_verbose else _reasons(checked.unjudged)
+    reasons = {} if run.lost and not is_verbose else _reasons(checked.unjudged)  # no other rules would have helped
     if is_verbose or len(reasons) == 1:
         yield from (f"not judged: {', '.join(names)}: {why}" for why, names in reasons.items())
     elif reasons:
         yield f"{_wants(checked)}; --verbose names each"
     settings = dict.fromkeys(one.setting for one in checked.unjudged if one.setting)
-    if settings and not is_lost:
+    if settings and not run.lost:
         num = sum(bool(one.setting) for one in checked.unjudged)
         rules = "; ".join(settings).replace(" keep=", " steps=::10 keep=")  # not at every step: most rows
         judge = f"{counted(num, 'more rule')} {'judges' if num == 1 else 'judge'}"

@@ -219,7 +219,8 @@ def _filters(expected: Expectation) -> Iterator[Check]:
 
 def _recorded_modules(run: Run, expected: Expectation) -> Iterator[Check]:
     if not run.modules:
-        yield Check("missing", "roots: none, so no module was watched; no module that an optimizer trains was called")
+        text = "roots: none, so no module was watched; no module that an optimizer trains was called"
+        yield Check("missing", "roots: none on disk; what was watched is not known" if run.lost else text)
         return
     for root, infos in by_key((root, info) for (root, _), info in run.modules.items()).items():
         num_selected, modules = sum(info.has_values for info in infos), counted(len(infos), "module")
