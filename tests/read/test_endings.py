@@ -183,6 +183,8 @@ class TestCommands:
         assert f"note: {ENDING}\n" in cli("verify", killed).out
         assert cli("verify", killed).exit_code == 0
         assert f"missing {ENDING}\n" in cli("doctor", killed).out
+        report = cli("report", killed, "-o", killed.parent / "report.html")
+        assert report.exit_code == 1 and f"note: {ENDING}; and " in report.out
         assert cli("show", killed, "layers.0", "--step", "30").err.endswith("; rank 0's record ends in step 23\n")
 
 
