@@ -15,7 +15,7 @@ from functools import partial
 from importlib.metadata import EntryPoint, entry_points
 from typing import NamedTuple
 
-from ...checks.book import ENTRY_POINTS, RULES, Thresholds, find_rule, make_rules
+from ...checks.book import ENTRY_POINTS, RULES, OwnThreshold, Thresholds, find_rule, make_rules
 from ...checks.causes import with_causes, words_of
 from ...checks.engine import Engine, Unjudged
 from ...checks.normal import Normal, Sizes
@@ -31,7 +31,7 @@ from ...checks.rules.values import NonFinite
 from ...errors import ConfigError
 from ...numerics.keys import by_key
 from ...records import KEEP_STATS
-from ...rules import Rule, parse_rules
+from ...rules import ANY, Rule, hint, matches, parse_rules
 from ...run.notes import damage, left_out, raised, superseded, unrecorded
 from ...run.reply import Reply, StateLine, Table
 from ...run.run import Run
@@ -143,7 +143,9 @@ def check(
         lost = f" ({num_lost} rows)" if (num_lost := _num_lost(run)) else ""
         notes.append(f"the run is damaged, and what cannot be read{lost} was left out: {damage(run)}")
     steps = sorted(rows.steps)
-    unjudged = _advised(run, verdict.unjudged, steps, {key.site for key in rows.catalog.series})
+    own_modules = {rule.name: rule.modules for rule in chosen if issubclass(rule, OwnThreshold)}
+    told = [_unmatched(run, one, own_modules.get(one.rule, ANY)) for one in verdict.unjudged]
+    unjudged = _advised(run, told, steps, {key.site for key in rows.catalog.series})
     return Checked(findings, unjudged, len(chosen), rows.num_rows, rows.num_probed, steps, notes)
 
 
@@ -186,6 +188,15 @@ def _advised(run: Run, unjudged: Sequence[Unjudged], steps: Sequence[int], recor
             one = one._replace(setting="")
         told.append(one)
     return told
+
+
+def _unmatched(run: Run, one: Unjudged, patterns: tuple[str, ...]) -> Unjudged:
+    """Return a rule that could not judge the run with the reason, if its patterns match no module of the run."""
+    paths = run.known_paths
+    if not paths or any(matches(patterns, path) for path in paths):
+        return one
+    asked = ",".join(patterns)
+    return one._replace(why=f"no module of the run matches {asked!r}{hint(asked, paths)}", setting="")
 
 
 _OF_UPDATES = ("param", "grad", "grad_output", "scalar")
