@@ -89,7 +89,8 @@ def explain_nothing(run: Run, wanted: Selection) -> NoReturn:
     rows = rows_of(run, Selection(module=wanted.module), ["site", "name", "step", "rank"])
     step = str(wanted.step)
     ended = run.ended_before(int(step)) if step.isdecimal() else ""
-    raise LookupFailedError(f"{replace(wanted, module=None).explain_nothing(rows, subject)}{'; ' * bool(ended)}{ended}")
+    why = replace(wanted, module=None).explain_nothing(rows, subject, run.lost)
+    raise LookupFailedError(f"{why}{'; ' * bool(ended)}{ended}")
 
 
 def site_order(site: str) -> tuple[int, str]:
@@ -139,6 +140,8 @@ def _modules_parts(run: Run, modules: Sequence[Row], bad: Row | None, statistic:
     if (note := sent_note(run)) is not None:
         yield note
     yield from map(dump_note, run.dumps)
+    if run.lost:
+        yield run.lost
     if run.jitter:
         yield jitter_note(run)
 

@@ -181,7 +181,7 @@ def statistics(
         table, probe_notes = _with_probe(run, selection, table)
     if table is None or not (table.num_rows or any(one.num_rows for one in answers)):
         columns = ["module_path", "site", "name", "step", "rank"]
-        raise selection.explain_nothing(run.table(columns), f"run {run.name}")
+        raise selection.explain_nothing(run.table(columns), f"run {run.name}", run.lost)
     notes = [*missing.notes(is_taken=options.partial), *probe_notes]
     damage = sorted({*run.problems, *(text for one in answers for text in one.damage)})
     if words:

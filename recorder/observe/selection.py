@@ -239,8 +239,8 @@ class RuleSelection:
                 (rule.cls, list(self._class_names)) if is_class_wrong else (rule.module, module_paths)
             )
             wanted = next((p for p in patterns if not p.startswith("!")), "*")
-            candidates = candidates[:_MAX_COMPARED]
-            near = nearest(wanted, candidates, cutoff=0.3) or list(candidates[:3])
+            candidates = list(dict.fromkeys(candidates))[:_MAX_COMPARED]  # two models may have equal paths
+            near = nearest(wanted, candidates, cutoff=0.3) or candidates[:3]
             shown = ", ".join(repr(text) for text in near)
             kind = "class names" if is_class_wrong else "module paths"
             problems.append(f"the rule {_written(rule)!r} matches no module; {kind} near it: {shown}")

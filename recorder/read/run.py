@@ -118,6 +118,12 @@ class RecordedRun:
         return [writer.ending for writer in self.writers if writer.state == "unclosed"]
 
     @property
+    def lost(self) -> str:
+        """Why a run has no rows at all, where processes ended before any were on disk. Empty for any other run."""
+        first, *others = ([] if self.num_all_rows else self.endings) or [""]
+        return f"{first}; and {len(others)} more writers" if others else first
+
+    @property
     def exceptions(self) -> dict[str, list[int | None]]:
         """Maps the text of each exception that ended the program to the ranks where it was raised."""
         events = ((event, writer.rank) for writer in self.writers for event in writer.manifest.events)

@@ -213,15 +213,18 @@ class RecordedWriter:
             return ""
         who = "global" if self.rank is None else f"rank {self.rank}"
         is_gone = self.manifest.is_running is False
-        how = "its process ended without closing" if is_gone else "not closed, out of sight from here and quiet"
-        end = "it left no rows" if self.last_step is None else f"the record ends in step {self.last_step}"
+        is_early = is_gone and not (self.num_rows or self.balance.written or self.problems)
+        ended = "before its first rows were on disk" if is_early else "without closing"
+        how = f"its process ended {ended}" if is_gone else "not closed, out of sight from here and quiet"
+        end = "; it left no rows" if self.last_step is None else f"; the record ends in step {self.last_step}"
         num_lost = self.balance.num_missing - max(self._num_synced_gone, 0)
         rows = "1 row not written yet is" if num_lost == 1 else f"{num_lost} rows not written yet are"
         # The ledger (counts of rows) lacks what was observed after the last flush, so more rows may be lost.
         lost = f", and at least {rows} lost" if num_lost > 0 else "; rows of the last steps may be missing"
+        end = "" if is_early else end + lost
         probed = max((last for _, last, _ in self.probed_blocks()), default=None)
         numbers = "" if probed is None else f"; the numbers of every step (keep=probe) end in step {probed}"
-        return f"{who} (writer {self.name}): {how}; {end}{lost}{numbers}"
+        return f"{who} (writer {self.name}): {how}{end}{numbers}"
 
     @property
     def rows_gone(self) -> str:

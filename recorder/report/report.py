@@ -69,12 +69,14 @@ def page_reply(
         num_bytes = write_report(
             run, out, against=against, statistics=statistics, checks=checks, more=more, force=force, report=report
         )
-    num_missing = sum(check.state == "missing" for check in [*checks, *found_since(run, checks)])
+    missing = [check.text for check in [*checks, *found_since(run, checks)] if check.state == "missing"]
     damaged = _damaged(run, against)
+    why = [*run.endings, *(text for text in missing if text not in {*run.problems, *run.endings})]
+    others = f"; and {len(why) - 1} more, which recorder doctor names" if len(why) > 1 else ""
     return Reply(
-        members=lambda: {"run": str(run.path), "path": str(out), "bytes": num_bytes, "missing": num_missing},
-        parts=lambda: [f"{out}: {size(num_bytes)}", *damaged],
-        exit_code=int(num_missing > 0 or bool(damaged)),
+        members=lambda: {"run": str(run.path), "path": str(out), "bytes": num_bytes, "missing": len(missing)},
+        parts=lambda: [f"{out}: {size(num_bytes)}", *(f"note: {text}{others}" for text in why[:1]), *damaged],
+        exit_code=int(bool(missing or damaged)),
     )
 
 

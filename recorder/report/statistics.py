@@ -451,6 +451,13 @@ class StatisticsBlocks:
 
 def check_statistics(run: Run, axes: Axes, collected: StatisticsBlocks) -> None:
     """Raise LookupFailedError if there is nothing to draw. The message says what to record next time."""
+    if run.lost:
+        raise LookupFailedError(f"{run.name} has no rows to draw: {run.lost}")
+    if not axes.index and run.num_all_rows and not (run.num_rows or run.problems):
+        raise LookupFailedError(
+            f"{run.name} has no rows to draw but those of keep=tokens; the next time add "
+            "the rule 'site=output keep=stats'"
+        )
     if not axes.index:
         raise LookupFailedError(
             f"{run.name} has no rows to draw; `recorder doctor` says why, and RECORDER_RULES='keep=stats' records "

@@ -90,8 +90,11 @@ class Selection:
             examples = "; examples: 7  0:100  ::10  0,5,7" if column in ("step", "rank") else ""
             raise LookupFailedError(f"--{column.removesuffix('_path')} {asked}: {error}{examples}") from None
 
-    def explain_nothing(self, table: Any, what: str) -> LookupFailedError:
-        """Return the error for a selection that matches no row of `table`, which must have the selected columns."""
+    def explain_nothing(self, table: Any, what: str, lost: str) -> LookupFailedError:
+        """Return the error for a selection that matches no row of `table`, which must have the selected columns.
+
+        `lost` is `RecordedRun.lost`, the reason why a run may have no rows at all.
+        """
         for column, asked in self.columns.items() if table.num_rows else ():
             if self.only(column).narrow(table).num_rows:
                 continue
@@ -103,7 +106,7 @@ class Selection:
                 choices = hint(str(asked), there, otherwise=f"; there {verb} {listed(map(repr, there))}")
             return LookupFailedError(f"{what} has no row with {column}={asked!r}{choices}")
         if not self.columns or not table.num_rows:
-            return LookupFailedError(f"{what} has no rows")
+            return LookupFailedError(f"{what} has no rows{': ' * bool(lost)}{lost}")
         together = ", ".join(f"{column}={asked!r}" for column, asked in self.columns.items())
         elsewhere = ""
         if self.step is not None and (steps := replace(self, step=None).narrow(table).column("step").unique()):

@@ -116,6 +116,8 @@ def test_batches_that_are_empty_from_one_step_on_are_named(rows_a_batch: int) ->
     assert [(one.name, one.step, one.since, one.what) for one in found] == [
         ("x", 12, 10, "all elements of the input are zero")
     ]
+    two = batches(lambda step, rank: {"x": noise(step) * (step not in (10, 11))}, steps=24)
+    assert two.judge(Data, rows_a_batch).findings == [], "the pages say that it takes three in a row"
     half = np.r_[np.nan, np.zeros(7)]
     broken = batches(lambda step, rank: {"x": noise(step) * (1.0 if step < 10 else half)}, steps=24)
     assert broken.judge(Data, rows_a_batch).findings == [], "a NaN is no zero"

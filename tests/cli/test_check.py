@@ -120,6 +120,16 @@ def test_thresholds_come_from_a_file_and_from_options(cli: Cli, trained: Path, t
     assert "2 rules" in cli("check", trained, "--rule", "dead", "--rule", "update").out
 
 
+def test_a_rule_of_ones_own_that_matches_no_module_is_told_the_nearest(cli: Cli, trained: Path, tmp_path: Path) -> None:
+    file = tmp_path / "check.toml"
+    own = '[[rule]]\nname = "mine"\nsite = "output"\nmodule = "{}"\nstatistic = "std"\nabove = 0.1\n'
+    file.write_text(own.format("blocks.*.acts"))
+    (first, _) = cli("check", trained, "--settings", file, "--rule", "mine").out.splitlines()
+    assert first.startswith("not judged: mine: no module of the run matches 'blocks.*.acts'; nearest are 'blocks.")
+    file.write_text(own.format("blocks.3.*"))
+    assert "mine: 'blocks.3.act'" in cli("check", trained, "--settings", file, "--rule", "mine").out
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

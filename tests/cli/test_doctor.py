@@ -108,6 +108,12 @@ def test_what_never_was_is_a_note_and_no_finding_however_strict(cli: Cli, run: P
         assert " ".join(line.split()[2:]) == "9 of 12 values were recorded; the 3 missing values are explained below"
 
 
+def test_one_missing_value_is_no_values(cli: Cli, run: Path) -> None:
+    record(run, renumbered(row for row in training(1) if row["module_path"] != "a" or row["site"] in ("param", "grad")))
+    told = [line for line in lines(cli("doctor", run), "values were recorded") if "missing" in line]
+    assert told and all(line.endswith("; the 1 missing value is explained below") for line in told)
+
+
 @pytest.mark.parametrize("kind", ["ended", "other_ranks", "live", "retired", "unreadable_rule"])
 def test_what_may_be_a_loss_is_a_finding_of_the_strict(cli: Cli, run: Path, kind: str) -> None:
     record(run, training(5))

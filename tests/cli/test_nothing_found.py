@@ -82,6 +82,13 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_a_run_that_was_killed_before_its_first_rows_were_on_disk_is_not_called_sound(cli: Cli, tmp_path: Path) -> None:
     env = os.environ | {"RECORDER": "1", "RECORDER_DIR": str(tmp_path / "runs"), "RECORDER_FLUSH_INTERVAL_S": "60"}
     subprocess.run([sys.executable, "-c", KILLED], env=env, check=False, capture_output=True, timeout=120)
-    found = cli("check", tmp_path / "runs")
-    assert found.exit_code == 1 and "it left no rows" in found.out and "nothing is known" in found.out
-    assert "RECORDER_RULES" not in found.out, "no rules would have helped"
+    (why,) = recorder.open_run(tmp_path / "runs").endings
+    assert why.endswith("its process ended before its first rows were on disk")
+    codes = {"check": 1, "first": 1, "doctor": 1, "verify": 0, "show": 0, "stats": 2, "report": 2}
+    for command, exit_code in codes.items():
+        found = cli(command, tmp_path / "runs")
+        told = found.out + found.err
+        assert found.exit_code == exit_code and told.count(why) == 1, command
+        unknown = ("RECORDER_RULES", "keep=probe)", "was called", "may be missing")  # no rules would have helped
+        assert not any(word in told for word in unknown), command
+        assert command != "check" or "nothing is known" in told

@@ -119,6 +119,15 @@ def test_attach_refuses_a_pattern_that_matches_nothing_and_names_the_nearest(tmp
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_path_that_two_models_have_is_named_once(tmp_path: Path) -> None:
+    models = Tiny(), Tiny()
+    with flagged(tmp_path, rules="module=frist site=output; module=second site=output") as recording:
+        for model in models:
+            train(model, 3)
+    (told,) = recording.events("pattern_unmatched")
+    assert told.endswith("matches no module; module paths near it: 'first'")
+
+
 def test_under_the_flag_an_unmatched_pattern_is_one_error_and_training_goes_on_where_another_model_may_come(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -110,7 +110,15 @@ def test_a_writer_without_rows_has_an_ending_too(tmp_path: Path, dead_pid: int) 
     run = make_run(tmp_path / "run")
     HandmadeWriter(run).finish(state="recording", pid=dead_pid, host=os.uname().nodename)
     (ending,) = open_run(run).endings
-    assert "it left no rows" in ending
+    assert ending.endswith("): its process ended before its first rows were on disk")
+    assert open_run(run).lost == ending
+
+
+def test_rows_of_another_rank_are_not_lost(killed: Path) -> None:
+    HandmadeWriter(killed, 2).finish(state="recording", pid=1 << 30, host=os.uname().nodename)
+    run = open_run(killed)
+    assert len(run.endings) == 2 and run.endings[1].endswith("before its first rows were on disk")
+    assert run.lost == ""
 
 
 def test_a_closed_run_has_no_endings(run_path: Path) -> None:
@@ -175,6 +183,8 @@ class TestCommands:
         assert f"note: {ENDING}\n" in cli("verify", killed).out
         assert cli("verify", killed).exit_code == 0
         assert f"missing {ENDING}\n" in cli("doctor", killed).out
+        report = cli("report", killed, "-o", killed.parent / "report.html")
+        assert report.exit_code == 1 and f"note: {ENDING}; and " in report.out
         assert cli("show", killed, "layers.0", "--step", "30").err.endswith("; rank 0's record ends in step 23\n")
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+import torch
 from PIL import Image, ImageDraw
 
 import recorder
@@ -126,6 +127,16 @@ def test_without_a_name_the_file_is_report_html(cli: Cli, tmp_path: Path, monkey
     found = cli("report", GOLDEN, "--json")
     assert found.exit_code == 0 and found.json["path"] == "report.html"
     assert (tmp_path / "report.html").stat().st_size == found.json["bytes"]
+
+
+def test_a_run_of_tokens_alone_is_told_what_to_add(cli: Cli, tmp_path: Path) -> None:
+    model = torch.nn.Embedding(5, 4)
+    for rules in ("site=input,output keep=tokens", "site=input,output keep=tokens; site=output keep=stats"):
+        with recorder.attach(model, enabled=True, dir=str(tmp_path), roots="any", rules=rules):
+            model(torch.arange(4).reshape(1, 4))
+        done = cli("report", tmp_path, "-o", tmp_path / "r.html")
+        assert done.exit_code == (0 if "keep=stats" in rules else 2)
+        assert ("no rows to draw but those of keep=tokens" in done.err) == ("keep=stats" not in rules)
 
 
 def test_what_cannot_be_drawn_leaves_no_file(cli: Cli, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from functools import partial
 from importlib.metadata import EntryPoint, entry_points
 from typing import NamedTuple
 
-from ...checks.book import ENTRY_POINTS, RULES, Thresholds, find_rule, make_rules
+from ...checks.book import ENTRY_POINTS, RULES, OwnThreshold, Thresholds, find_rule, make_rules
 from ...checks.causes import with_causes, words_of
 from ...checks.engine import Engine, Unjudged
 from ...checks.normal import Normal, Sizes
@@ -31,7 +31,7 @@ from ...checks.rules.values import NonFinite
 from ...errors import ConfigError
 from ...numerics.keys import by_key
 from ...records import KEEP_STATS
-from ...rules import Rule, parse_rules
+from ...rules import ANY, Rule, hint, matches, parse_rules
 from ...run.notes import damage, left_out, raised, superseded, unrecorded
 from ...run.reply import Reply, StateLine, Table
 from ...run.run import Run
@@ -143,7 +143,9 @@ def check(
         lost = f" ({num_lost} rows)" if (num_lost := _num_lost(run)) else ""
         notes.append(f"the run is damaged, and what cannot be read{lost} was left out: {damage(run)}")
     steps = sorted(rows.steps)
-    unjudged = _advised(run, verdict.unjudged, steps, {key.site for key in rows.catalog.series})
+    own_modules = {rule.name: rule.modules for rule in chosen if issubclass(rule, OwnThreshold)}
+    told = [_unmatched(run, one, own_modules.get(one.rule, ANY)) for one in verdict.unjudged]
+    unjudged = _advised(run, told, steps, {key.site for key in rows.catalog.series})
     return Checked(findings, unjudged, len(chosen), rows.num_rows, rows.num_probed, steps, notes)
 
 
@@ -186,6 +188,15 @@ def _advised(run: Run, unjudged: Sequence[Unjudged], steps: Sequence[int], recor
             one = one._replace(setting="")
         told.append(one)
     return told
+
+
+def _unmatched(run: Run, one: Unjudged, patterns: tuple[str, ...]) -> Unjudged:
+    """Return a rule that could not judge the run with the reason, if its patterns match no module of the run."""
+    paths = run.known_paths
+    if not paths or any(matches(patterns, path) for path in paths):
+        return one
+    asked = ",".join(patterns)
+    return one._replace(why=f"no module of the run matches {asked!r}{hint(asked, paths)}", setting="")
 
 
 _OF_UPDATES = ("param", "grad", "grad_output", "scalar")
@@ -336,7 +347,7 @@ def reply_of(run: Run, checked: Checked, typed: str, *, fails_from: int | None, 
     judge the run, and its needs.
     """
     worst = max((one.severity for one in checked.findings), default=-1)
-    is_failure = fails_from is not None and (worst >= fails_from or bool(run.problems) or _is_lost(run, checked))
+    is_failure = fails_from is not None and (worst >= fails_from or bool(run.problems or run.lost))
     return Reply(
         members=lambda: {
             "run": str(run.path),
@@ -356,11 +367,6 @@ def reply_of(run: Run, checked: Checked, typed: str, *, fails_from: int | None, 
         parts=partial(_parts, run, checked, typed, is_verbose=is_verbose),
         exit_code=int(is_failure),
     )
-
-
-def _is_lost(run: Run, checked: Checked) -> bool:
-    """Whether nothing could be judged because the processes ended before the first rows were on disk."""
-    return bool(run.endings) and not checked.num_rows and not checked.num_probed
 
 
 _FACT_OF: dict[str, tuple[str, ...]] = {
@@ -467,14 +473,13 @@ def _parts(run: Run, checked: Checked, typed: str, *, is_verbose: bool) -> Itera
                 yield f"{_INDENT}{words}: {_listed([f'{other.worst.rule} at {_place(other)}' for other in some])}"
     if len(told) > MAX_FINDINGS:
         yield f"{_INDENT}and {len(told) - MAX_FINDINGS} more findings; --json has all"
-    is_lost = _is_lost(run, checked)  # no other rules would have helped
-    reasons = {} if is_lost and not is_verbose else _reasons(checked.unjudged)
+    reasons = {} if run.lost and not is_verbose else _reasons(checked.unjudged)  # no other rules would have helped
     if is_verbose or len(reasons) == 1:
         yield from (f"not judged: {', '.join(names)}: {why}" for why, names in reasons.items())
     elif reasons:
         yield f"{_wants(checked)}; --verbose names each"
     settings = dict.fromkeys(one.setting for one in checked.unjudged if one.setting)
-    if settings and not is_lost:
+    if settings and not run.lost:
         num = sum(bool(one.setting) for one in checked.unjudged)
         rules = "; ".join(settings).replace(" keep=", " steps=::10 keep=")  # not at every step: most rows
         judge = f"{counted(num, 'more rule')} {'judges' if num == 1 else 'judge'}"

@@ -317,7 +317,7 @@ class _Comparison:
                 typed = shlex.join(["recorder", "doctor", shortest_text_of(run.path, run.name)])
                 raise LookupFailedError(f"{run.path}: has no rows, so there is nothing to compare; why: {typed}")
             if not selection.narrow(table).num_rows and not self._counts[_IN_OTHER_MICRO_STEPS]:
-                raise selection.explain_nothing(table, f"{run.path}")
+                raise selection.explain_nothing(table, f"{run.path}", run.lost)
         lines = ", ".join(hint.line for hint in hints[:_MAX_LISTED])
         renamed = f"; if modules were renamed, --rename takes a file, such as of these lines: {lines}" if hints else ""
         reason = self._reason(selection, tables)

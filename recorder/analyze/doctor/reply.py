@@ -219,7 +219,8 @@ def _filters(expected: Expectation) -> Iterator[Check]:
 
 def _recorded_modules(run: Run, expected: Expectation) -> Iterator[Check]:
     if not run.modules:
-        yield Check("missing", "roots: none, so no module was watched; no module that an optimizer trains was called")
+        text = "roots: none, so no module was watched; no module that an optimizer trains was called"
+        yield Check("missing", "roots: none on disk; what was watched is not known" if run.lost else text)
         return
     for root, infos in by_key((root, info) for (root, _), info in run.modules.items()).items():
         num_selected, modules = sum(info.has_values for info in infos), counted(len(infos), "module")
@@ -243,13 +244,16 @@ def _totals(expected: Expectation) -> Iterator[Check]:
         accounts = ", ".join(f"{number:,} {account}" for number, account in known if number)
         is_rest_known = accounts and rest == sum(number for number, _ in known)
         text = f"{total.found:,} of {total.expected:,} values were recorded"
+        values = "value" if missing == 1 else "values"
         if not missing:
             text = f"all {total.expected:,} values were recorded"
         elif is_rest_known and not total.explained:
-            text += f"; the ledger explains the {missing:,} missing values: {accounts}"
+            text += f"; the ledger explains the {missing:,} missing {values}: {accounts}"
         else:
-            share = f"{total.explained:,} of the {missing:,}" if rest and total.explained else f"the {missing:,}"
-            text += f"; {share} missing values are {'explained' if total.explained else 'listed'} below"
+            is_split = rest and total.explained
+            share = f"{total.explained:,} of the {missing:,}" if is_split else f"the {missing:,}"
+            verb = "is" if (total.explained if is_split else missing) == 1 else "are"
+            text += f"; {share} missing {values} {verb} {'explained' if total.explained else 'listed'} below"
             text += f", the others by the ledger: {accounts}" if is_rest_known else ""
             text += f"; the ledger has {accounts}" if accounts and not is_rest_known else ""
         members = {**total._asdict(), "missing": missing}

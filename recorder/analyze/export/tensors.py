@@ -206,7 +206,7 @@ class Tensors:
 
     def explain_nothing(self) -> LookupFailedError:
         names = ["module_path", "site", "name", "step", "rank"]
-        return self._selection.explain_nothing(self._run.table(names), f"run {self._run.name}")
+        return self._selection.explain_nothing(self._run.table(names), f"run {self._run.name}", self._run.lost)
 
     def unreadable(self, entries: Iterable[Entry]) -> dict[RowId, tuple[str, str]]:
         """Return the name of each tensor whose values cannot be read, and the reason, by the tensor's row."""

@@ -189,18 +189,21 @@ _HEALED = "no finding: DDP has broadcast_buffers=False, but in their last record
 
 
 def reply_of(run: Run, answer: First) -> Reply:
-    """Return the output of `recorder first`. The exit code is 1 if something went wrong, or if damage may hide it."""
+    """Return the output of `recorder first`. The exit code is 1 if it found something, or damage or a kill hides it."""
     return Reply(
         members=lambda: {"run": str(run.path), "found": answer.is_found, "problems": run.problems, **plain(answer)},
         parts=lambda: _parts(run, answer),
-        exit_code=int(answer.is_found or bool(run.problems)),
+        exit_code=int(answer.is_found or bool(run.problems or run.lost)),
     )
 
 
 def _parts(run: Run, answer: First) -> Iterator[str | Table]:
-    yield _nonfinite_part(run, answer)
-    yield from _replica_parts(run, answer)
-    yield from _buffer_lines(run, answer.buffers)
+    if run.lost:
+        yield f"{run.name}: nothing was judged, because there are no rows"
+    else:
+        yield _nonfinite_part(run, answer)
+        yield from _replica_parts(run, answer)
+        yield from _buffer_lines(run, answer.buffers)
     for note in answer.notes:
         yield f"note: {note}"
     if run.problems:

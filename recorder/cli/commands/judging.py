@@ -36,7 +36,7 @@ def first_command(path: options.RunPath = None) -> Reply:
     Buffers that differ between ranks count where DDP does not broadcast them (broadcast_buffers=False) and they
     still differ at the end; elsewhere they are a note.
 
-    Exit code 1: there is a NaN, an infinity or an unequal replica, or damage may hide one.
+    Exit code 1: there is a NaN, an infinity or an unequal replica, or damage or an early kill may hide one.
     """
     run = open_run(path)
     return reply_of_first(run, first(run))
