@@ -368,6 +368,10 @@ def _symptom(culprit: Culprit) -> str:
     if culprit.statistic is not None:
         text_a, text_b = _statistic_texts(culprit._asdict())
         by = " (by keep=probe; all norms before it are equal)" if culprit.kind == BY_PROBE else ""
+        if culprit.statistic == "l2" and culprit.nonfinite_a != culprit.nonfinite_b:  # the norm leaves them out
+            sides = (culprit.nonfinite_a, text_a, "A"), (culprit.nonfinite_b, text_b, "B")
+            bad = (f"{counted(n, 'NaN or infinite element') if n else f'l2 {norm}'} in {run}" for n, norm, run in sides)
+            return f"{value} differs: {'; '.join(bad)}{by}"
         return f"{value} differs: {culprit.statistic.removesuffix('_count')} {text_a} in A, {text_b} in B{by}"
     return f"{value} differs" + (f" ({culprit.kind})" if culprit.kind else "")
 

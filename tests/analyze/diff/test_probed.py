@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -96,6 +97,22 @@ def test_the_first_number_of_the_probe_that_differs_is_the_culprit(
     assert "(by keep=probe; all norms before it are equal)" in next(iter(accusations(found.culprits, 0)))
 
 
+def test_elements_that_are_not_finite_are_told_in_place_of_a_norm_that_leaves_them_out(
+    sound: Run, tmp_path: Path
+) -> None:
+    def poisoned(model: nn.Sequential, x: torch.Tensor, step: int) -> torch.Tensor:
+        if step == BAD_STEP:
+            with torch.no_grad():
+                weight(model, 2)[0, :2] = float("nan")
+        return x
+
+    bad = train(tmp_path, poisoned)
+    for a, b, expected in ((sound, bad, r"l2 \S+ in A; 2 {} in B"), (bad, sound, r"2 {} in A; l2 \S+ in B")):
+        line = next(iter(accusations(diff(a, b).culprits, 0)))
+        expected = expected.format("NaN or infinite elements")
+        assert re.search(rf"before the step: '2': param weight differs: {expected} \(by keep=probe; ", line)
+
+
 def test_a_batch_of_another_size_at_a_step_without_rows_is_the_culprit(sound: Run, tmp_path: Path) -> None:
     def half(model: nn.Sequential, x: torch.Tensor, step: int) -> torch.Tensor:
         return x[: len(x) // 2] if step == BAD_STEP else x
@@ -159,7 +176,7 @@ def test_runs_that_only_the_probe_tells_apart_are_different_by_it_alone(cli: Cli
 
 
 def train_two(path: Path, *, bad_step: int = NUM_STEPS, judge_first: bool = False, is_nan: bool = True) -> Run:
-    """Train a generator and a judge of its outputs. From `bad_step` on, a weight of the generator's layer 1 is wrong."""
+    """Train a generator and a judge of its output. From `bad_step` on, weights of the generator's layer 1 are wrong."""
     torch.manual_seed(0)
     maker, judge = (nn.Sequential(nn.Linear(3, 8), nn.Linear(8, 8), nn.Linear(8, num)) for num in (3, 1))
     with flagged(path, "; ".join(rule.text for rule in DEFAULT_RULES)) as recording:
