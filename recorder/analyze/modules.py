@@ -134,7 +134,7 @@ def _modules_parts(run: Run, modules: Sequence[Row], bad: Row | None, statistic:
     titles += ["nan", "inf", "first bad", *[_FACTS] * has_facts, WHY]
     counts = counted(len(modules), "module")
     summary = f"{run.name}: {counts}, ranks {span(run.ranks)}, steps {span(run.steps) or 'none'}"
-    subtitle = "" if bad is None else _say_bad(bad)
+    subtitle = "" if bad is None else _say_bad(bad, has_models=run.has_models)
     texts = ("root", "module", "class", "sites", _FACTS, WHY)
     yield _table(titles, lines, texts=texts, title=summary, subtitle=subtitle, drops=_MODULE_DROPS)
     if (note := sent_note(run)) is not None:
@@ -307,8 +307,9 @@ def _shape(row: Row) -> str:
     return f"{row['shape']} of {whole}" if whole not in (None, row["shape"]) else str(row["shape"])
 
 
-def _say_bad(bad: Row) -> str:
-    where = " ".join(text for text in (repr(bad["module_path"]), bad["site"], bad["name"]) if text)
+def _say_bad(bad: Row, *, has_models: bool) -> str:
+    model = f"{bad['root']}: " * has_models
+    where = " ".join(text for text in (model + repr(bad["module_path"]), bad["site"], bad["name"]) if text)
     rank = "" if bad["rank"] is None else f", rank {bad['rank']}"
     return f"first NaN or infinity: {where}, step {bad['step']}{rank}"
 

@@ -420,7 +420,7 @@ class Capture:
             self.observe,
             DeviceProbe(self.pool, self.nonfinite, self.stager_of, self.put_measured),
             self.on_probed,
-            self.rule_commands.keep_more,
+            lambda root, text: self.rule_commands.keep_more(f"{root}: " * self.nonfinite.has_models + text),
             use_native=self.settings.native,
         )
         return self.probe

@@ -172,7 +172,7 @@ class Probe:
 
     def __init__(
         self, observe: Callable[..., None], on_device: DeviceProbe, on_step: Callable[[ProbedStep], None] | None,
-        on_trouble: Callable[[str], None], *, use_native: bool,
+        on_trouble: Callable[[str, str], None], *, use_native: bool,
     ) -> None:  # fmt: skip
         """Begin empty.
 
@@ -180,7 +180,8 @@ class Probe:
             observe: records a tensor, as `Capture.observe` does.
             on_device: measures values on devices.
             on_step: is called with the numbers of each step that is over, on a training thread.
-            on_trouble: is called with a sentence about a value that has turned NaN or infinite, on a training thread.
+            on_trouble: is called with the name of a root and a sentence about a value of it that has turned NaN or
+                infinite, on a training thread.
             use_native: whether the compiled loops may be used.
         """
         self._observe = observe
@@ -325,7 +326,8 @@ class Probe:
         if not may_overflow(origin.site) and (is_nan or not may_mask(origin.site, origin.name)):
             where = " ".join(filter(None, (repr(origin.module_path), origin.site, origin.name)))
             mode = "" if moment.mode == "train" else f" in {moment.mode} mode"
-            self._on_trouble(f"{where}{mode} turned {'NaN' if is_nan else 'infinite'} at step {moment.step}")
+            turned = f"turned {'NaN' if is_nan else 'infinite'} at step {moment.step}"
+            self._on_trouble(origin.root, f"{where}{mode} {turned}")
 
     def _launched(self, is_measured: bool, moment: StepPosition) -> bool:
         if is_measured:

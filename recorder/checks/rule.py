@@ -87,7 +87,12 @@ class Finding(NamedTuple):
     @property
     def text(self) -> str:
         """The finding in words, for one line: since when it holds, where it is, what it is, and how large."""
-        where = self.model + " ".join(filter(None, (text.module_in_words(self.module_path), self.site, self.name)))
+        return self.told(has_models=False)
+
+    def told(self, *, has_models: bool) -> str:
+        """Return `text`. Where a run `has_models`, it also names the first of them."""
+        model = text.model_in_words(self.root, has_models=has_models)
+        where = model + " ".join(filter(None, (text.module_in_words(self.module_path), self.site, self.name)))
         return f"{'' if self.since is None else 'since '}step {self.first_step}, {where}: {self.said}"
 
     @property

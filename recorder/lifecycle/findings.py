@@ -48,6 +48,8 @@ class LiveFindings:
         """By rule, the worst finding, or the first of equal ones."""
         self._uneven: set[str] = set()
         """The models whose number of calls before a backward varies."""
+        self.has_models = False
+        """Whether several models are recorded, so that a finding is told with its model."""
         self._of_program: list[Finding] = []
         """What the rules on the program find at present."""
         self._told: dict[tuple[str, str], dict[str, Any]] = {}
@@ -81,6 +83,7 @@ class LiveFindings:
         Most ranks find the same, so only rank 0 logs it.
         """
         first = {root["name"]: root["modules"][0] for root in roots if root["modules"]}
+        self.has_models = len(first) > 1
         self._uneven = {name for name, module in first.items() if module.get("has_uneven_calls")}
         known = set(self._of_program)
         self._of_program = [one for one in judge_program(roots) if one.severity > Severity.NOTE]
@@ -96,9 +99,8 @@ class LiveFindings:
         if not is_first and (finding.rule, module) not in self._told and len(self._told) >= _MAX_FINDINGS:
             module = ""
         first = {"rule": finding.rule, "severity": finding.severity.word, "module": module, "step": finding.step}
-        told = self._told.setdefault(
-            (finding.rule, module), {**first, "number": 0, "text": finding.text, "site": finding.site}
-        )
+        words = {"text": finding.told(has_models=self.has_models), "site": finding.site}
+        told = self._told.setdefault((finding.rule, module), {**first, "number": 0, **words})
         told["number"] += 1
 
     def for_status(self, nonfinite: NonFiniteValue | None) -> list[dict[str, Any]]:
@@ -117,7 +119,8 @@ class LiveFindings:
     def say(self) -> None:
         """Log the first finding of each rule."""
         while self._unsaid and log.can_say(_logger):
-            log.say(_logger, logging.WARNING, "rank %d: %s", self.rank, self._unsaid.pop(0).text)
+            told = self._unsaid.pop(0).told(has_models=self.has_models)
+            log.say(_logger, logging.WARNING, "rank %d: %s", self.rank, told)
 
 
 def worst_of_others(

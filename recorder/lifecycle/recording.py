@@ -318,12 +318,14 @@ class Recording:
 
     def _worst_finding(self, run_dir: Path, until_s: float) -> str:
         """Return the worst finding of this rank, or else of another rank. If this rank has a NaN, return both."""
-        worst, bad = self._ring.findings.worst, self.capture.nonfinite.first
+        findings, bad = self._ring.findings, self.capture.nonfinite.first
+        worst = findings.worst
+        told = "" if worst is None else worst.told(has_models=findings.has_models)
         if self.world_size == 1 or (worst is not None and bad is None):
-            return "" if worst is None else worst.text
-        own = self._ring.findings.for_status(bad)
+            return told
+        own = findings.for_status(bad)
         others = worst_of_others(run_dir, own, job=self._topology, world_size=self.world_size, until_s=until_s)
-        return "; ".join(filter(None, [others, "" if worst is None else worst.text]))
+        return "; ".join(filter(None, [others, told]))
 
     def _how_to_learn_more(self) -> str | None:
         run_dir = self.run_dir

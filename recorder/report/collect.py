@@ -153,7 +153,7 @@ def _against_block(a: Run, b: Run, compared: Diff, pairs: list[int]) -> PageBloc
             "culprits": [
                 {name: getattr(one, name) for name in _OF_CULPRIT}
                 | {
-                    "text": accusation(one, compared.culprits[0]),
+                    "text": accusation(one, compared.culprits[0], has_models=a.has_models or b.has_models),
                     "is_bad": bool(one.nonfinite_a) != bool(one.nonfinite_b),
                 }
                 for one in compared.culprits[:_MAX_DIFFERING]

@@ -122,9 +122,9 @@ def module_in_words(path: str) -> str:
     return repr(path) if path else MODEL
 
 
-def model_in_words(root: str) -> str:
-    """Return the name of a model, to be put before a path. Empty for the first model of a process."""
-    return "" if root in ("", "model") else f"{root}: "
+def model_in_words(root: str, *, has_models: bool = False) -> str:
+    """Return the name of a model, to be put before a path. Empty for the first model, unless a run `has_models`."""
+    return "" if not root or (root == "model" and not has_models) else f"{root}: "
 
 
 def grouped(paths: Sequence[str]) -> list[str]:

@@ -280,7 +280,7 @@ def test_of_a_step_that_is_decided_on_a_device_the_row_that_says_so_is_waited_fo
 def test_of_several_models_the_one_with_the_value_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     makes, judges = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in (makes, judges)]
-    with flagged(tmp_path, "site=output,param,grad keep=stats") as recording:
+    with flagged(tmp_path, "site=output,param,grad steps=0:3 keep=stats; site=output keep=probe") as recording:
         for step in range(4):
             if step == 2:
                 nn.init.constant_(judges[0].bias, math.nan)  # type: ignore[arg-type]
@@ -292,3 +292,4 @@ def test_of_several_models_the_one_with_the_value_is_named(tmp_path: Path, caplo
     assert len(said) == 1 and "step 2, model_1: '0' output (32 NaN of 32 elements)" in said[0]
     lines = [str(part) for part in reply_of(recording.run, recorder.first(recording.run)).parts()]
     assert "first NaN or infinity: step 2, model_1: '0' output, rank 0" in lines[0]
+    assert recording.events("trouble")[0].startswith("model_1: '0' output turned NaN at step 2: statistics are kept ")

@@ -288,6 +288,28 @@ def test_diff_names_the_model_of_a_process_with_several(cli: Cli, tmp_path: Path
     assert lines[-1].startswith("first difference: step 0, micro_step 0, model_1: 'up' output: ")
 
 
+def test_diff_names_the_first_model_too_where_there_are_several(cli: Cli, tmp_path: Path) -> None:
+    runs = []
+    for n in range(2):
+        writer = HandmadeWriter(make_run(tmp_path / str(n)))
+        writer.add_shard([
+            [make_row(seq, [1.0 + n], root=root, module_path="up") for seq, root in enumerate(("model", "model_1"))]
+            + [make_row(2, [1.0], root="model", module_path="down", site=("output", "input")[n])]
+        ])  # fmt: skip
+        facts = {"evaluated": 3} if n else {}
+        writer.finish(
+            roots=[{"name": name, "modules": [module("up", "Linear", **facts)]} for name in ("model", "model_1")]
+        )
+        runs.append(tmp_path / str(n))
+    lines = cli("diff", *runs, "--limit", "9").out.splitlines()
+    assert any(line.endswith(" while the model is trained (model: 'up', model_1: 'up')") for line in lines)
+    assert any(line.startswith("culprit: step 0, model: forward of 'up': ") for line in lines)
+    assert any(line.startswith("first difference: step 0, micro_step 0, model: 'up' output: ") for line in lines)
+    assert [line.split()[1:3] for line in lines if line.split()[0] == "0"] == [["model:", "up"], ["model_1:", "up"]]
+    only_b = lines[next(n for n, line in enumerate(lines) if line.startswith("only in B")) + 2]
+    assert cells(only_b) == ["model", "down", "input", "1", "0"]
+
+
 def test_diff_of_a_run_that_lacks_a_rank_says_so(cli: Cli, tmp_path: Path) -> None:
     a, b = training(tmp_path / "a"), training(tmp_path / "b")
     (b / "rank=00001").rename(tmp_path / "lost")

@@ -210,6 +210,13 @@ def test_the_first_bad_value_is_the_first_that_was_observed(cli: Cli, tmp_path: 
     assert [line.split()[-1] for line in lines[3:]] == ["1", "1", "-"]
 
 
+def test_the_first_bad_value_is_named_with_its_model_where_there_are_several(cli: Cli, tmp_path: Path) -> None:
+    writer = HandmadeWriter(run := make_run(tmp_path / "run"))
+    writer.add_shard([[make_row(0, [np.nan], module_path="up"), make_row(1, [1.0], module_path="up", root="model_1")]])
+    writer.finish(roots=[{"name": name, "modules": [module("up", "Linear")]} for name in ("model", "model_1")])
+    assert cli("show", run).out.splitlines()[1] == "first NaN or infinity: model: 'up' output, step 0, rank 0"
+
+
 def test_a_chunk_is_shown_with_the_shape_of_the_whole(cli: Cli, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     writer = HandmadeWriter(run)

@@ -111,6 +111,20 @@ def test_a_rule_with_many_findings_hides_no_other_rule_in_the_status() -> None:
     assert watch.findings.worst == spike
 
 
+@pytest.mark.parametrize("num_models", [1, 2])
+def test_a_finding_names_its_model_where_several_are_recorded(
+    num_models: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    watch = RingWatch(load_settings(environ={}))
+    module = {"path": "up", "class": "Linear", "sites": []}
+    roots = [{"name": f"model_{number}" if number else "model", "modules": [module]} for number in range(num_models)]
+    watch.findings.judge_program([{**roots[0], "modules": [{**module, "untrained": ["weight"]}]}, *roots[1:]])
+    watch.findings.say()
+    (told,) = watch.findings.for_status(None)
+    assert ("model: 'up' param" in told["text"]) is (num_models == 2) and "'up' param" in told["text"]
+    assert caplog.messages == [f"rank 0: {told['text']}"]
+
+
 RANKS = """
 import pathlib, time, torch
 import torch.distributed as dist

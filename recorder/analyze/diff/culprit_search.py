@@ -186,6 +186,7 @@ class CulpritSearch:
             self._previous[root] = step, now
         known = {(one.root, one.path, one.phase, one.event.alone) for one in self.suspects}
         fresh = [one for one in suspects if (one.root, one.path, one.phase, one.event.alone) not in known]
+        fresh.sort(key=_when)  # a value of one model may be the input of another
         self.suspects += fresh
         return fresh
 
@@ -430,8 +431,12 @@ def _collapsed(suspects: list[Suspect], now: _Step) -> list[Suspect]:
                 shown = REDUCTION if is_behind and of_params[0].event.phase == "optimizer" else phase
                 result.append(of_params[0]._replace(path=None, phase=shown, num_params=len(touched), stages=stages))
     result += [some[0] for some in by_key(((one.path, one.phase), one) for one in suspects).values()]
+    return sorted(result, key=_when)
+
+
+def _when(suspect: Suspect) -> tuple[int, int, float]:
     phases = (START, *PHASES)  # state that differs in its first record comes before all phases
-    return sorted(result, key=lambda one: (one.step, phases.index(one.phase), one.event.order))
+    return suspect.step, phases.index(suspect.phase), suspect.event.order
 
 
 def are_nearly_all(num_touched: int, num_params: int) -> bool:

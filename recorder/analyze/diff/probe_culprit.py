@@ -71,6 +71,10 @@ def compare_probes(a: Run, b: Run, options: DiffOptions) -> ProbesCompared:
         return ProbesCompared()
     differs = (_values(one) != _values(two)).any(0)
     first_site = min(one.column("site").filter(column_of(differs)).unique().to_pylist(), key=[*_PHASES].index)
+    of_forward = (differs & holds(one.column("site"), site.__eq__) for site in ("input", "output"))
+    given, made = ({*one.column("root").filter(column_of(them)).to_pylist()} for them in of_forward)
+    if first_site == "input" and made - given:  # a model whose own input agrees may have made the other's input
+        first_site, differs = "output", differs & holds(one.column("root"), (made - given).__contains__)
     at = np.flatnonzero(holds(one.column("site"), first_site.__eq__))
     pairs = zip(*(table.take(column_of(at)).to_pylist() for table in (one, two)), differs[at].tolist(), strict=True)
     wrong = [(row_a, row_b) for row_a, row_b, is_wrong in pairs if is_wrong]

@@ -86,7 +86,7 @@ def _with_details(row: dict[str, Any]) -> dict[str, Any]:
 def _parts(
     a: Run, b: Run, result: Diff, options: DiffOptions, *, limit: int | None, is_brief: bool
 ) -> Iterator[str | Table]:
-    most = _FEW if limit is None else limit
+    most, has_models = _FEW if limit is None else limit, a.has_models or b.has_models
     for name, run in (("A", a), ("B", b), *(("noise", run) for run in options.noise if not is_brief)):
         jitter = f", jitter {run.jitter}" if name == "noise" and run.jitter else ""
         path = str(run.path) if run.name == run.path.name else f"{run.name} ({run.path})"
@@ -97,10 +97,10 @@ def _parts(
     if result.verdict == "different":
         yield from unlike_models(a, b, options.renames)
     yield from _reasons(result, most, common=options.common)
-    yield from accusations(result.culprits, most)
+    yield from accusations(result.culprits, most, has_models=has_models)
     if result.first is not None:
         is_later = any(one.kind == BY_PROBE and one.step < result.first.step for one in result.culprits)
-        yield f"first difference{_IN_ROWS * is_later}: {_describe(result.first)}"
+        yield f"first difference{_IN_ROWS * is_later}: {_describe(result.first, has_models=has_models)}"
     yield from _faults(result, most)
     if is_brief:
         yield from _left_aside(result, options)
@@ -108,15 +108,16 @@ def _parts(
     yield from _rename_lines(result.hints, most)
     yield from _notes(result, options)
     if result.first is not None:
-        yield _modules_table(result, most)
+        yield _modules_table(result, most, has_models=has_models)
         if limit is None:
             num = counted(result.table.num_rows, "value")
             yield f"{num} in all: --limit 20 lists the first of them, --limit 0 all; --brief leaves the tables out"
         else:
-            yield _values_table(result, limit)
-        yield from filter(None, (_histograms_table(result, most), _units_table(result, most)))
-    yield from _only_parts("A", result.only_a, most)
-    yield from _only_parts("B", result.only_b, most)
+            yield _values_table(result, limit, has_models=has_models)
+        tables = (table(result, most, has_models=has_models) for table in (_histograms_table, _units_table))
+        yield from filter(None, tables)
+    yield from _only_parts("A", result.only_a, most, has_models=has_models)
+    yield from _only_parts("B", result.only_b, most, has_models=has_models)
     yield from _left_aside(result, options)
 
 
@@ -223,8 +224,9 @@ _IN_ROWS = " in the rows, which not every step has"
 """What is said of the first difference if the probe, which sees every step, saw a culprit before."""
 
 
-def _describe(first: Difference) -> str:
-    value = " ".join(filter(None, (model_in_words(first.root) + repr(first.module_path), first.site, first.name)))
+def _describe(first: Difference, *, has_models: bool) -> str:
+    module = model_in_words(first.root, has_models=has_models) + repr(first.module_path)
+    value = " ".join(filter(None, (module, first.site, first.name)))
     when = "" if first.micro_step is None else f", micro_step {first.micro_step}"
     ranks = _rank_cell(first.rank_a, first.rank_b)
     rank = f", rank {ranks}" if ranks else ""
@@ -280,8 +282,9 @@ def unlike_models(a: Run, b: Run, renames: Renames = NO_RENAMES) -> Iterator[str
     ]
     if one and two and alone:
         yield f"the models differ: {'; '.join(alone)}"
+    has_models = a.has_models or b.has_models
     pairs = [
-        (path, a.modules[root, path], module)
+        (model_in_words(root, has_models=has_models) + repr(path), a.modules[root, path], module)
         for (root, own), module in b.modules.items()
         if (root, path := renames.old(own)) in a.modules
     ]
@@ -289,19 +292,20 @@ def unlike_models(a: Run, b: Run, renames: Renames = NO_RENAMES) -> Iterator[str
         for fact, what in _FACTS.items():
             those = [path for path, module, other in modules if module.has_fact(fact) and not other.has_fact(fact)]
             if those:
-                yield f"the models differ: in {run} alone {what} ({listed(map(repr, those), _FEW)})"
+                yield f"the models differ: in {run} alone {what} ({listed(those, _FEW)})"
 
 
-def accusations(culprits: Sequence[Culprit], limit: int) -> Iterator[str]:
+def accusations(culprits: Sequence[Culprit], limit: int, *, has_models: bool = False) -> Iterator[str]:
     """Yield the lines about culprits. Updates that may follow from an update of all parameters share one line."""
     alike = {one.step for one in culprits if one.phase == "update" and one.module_path is None}
     follow = [one for one in culprits if one.phase == "update" and one.step in alike and one.module_path is not None]
     led = [one for one in culprits if one not in follow]
     for culprit in led[: limit or None]:
-        yield accusation(culprit, led[0])
+        yield accusation(culprit, led[0], has_models=has_models)
         if culprit.hint:
             yield f"hint: {culprit.hint}"
-        paths = dict.fromkeys(repr(one.module_path) for one in follow if one.step == culprit.step)
+        those = (one for one in follow if one.step == culprit.step)
+        paths = dict.fromkeys(model_in_words(one.root, has_models=has_models) + repr(one.module_path) for one in those)
         if paths and culprit.phase == "update" and culprit.module_path is None:
             yield f"  the update of {listed(paths)} differs, too, which may be a consequence"
             follow = []
@@ -310,7 +314,7 @@ def accusations(culprits: Sequence[Culprit], limit: int) -> Iterator[str]:
         yield f"{len(led) - limit} more culprits (--limit 0 shows all)"
 
 
-def accusation(culprit: Culprit, first: Culprit) -> str:
+def accusation(culprit: Culprit, first: Culprit, *, has_models: bool = False) -> str:
     """Return the line about a culprit. It says "may follow" if NaN of the `first` culprit may be the reason."""
     rank = f", {named('rank', culprit.ranks)}" if culprit.ranks else ""
     if culprit.micro_batches:
@@ -319,7 +323,7 @@ def accusation(culprit: Culprit, first: Culprit) -> str:
     word = "may follow" if worse and worse == _worse_run(first) and culprit.step > first.step else "culprit"
     stage = "before the step: " if culprit.phase == START else f"{culprit.phase} of "
     shown = ", e.g. " if culprit.phase == START and culprit.module_path is None else ": "
-    model = model_in_words(culprit.root)
+    model = model_in_words(culprit.root, has_models=has_models)
     return f"{word}: step {culprit.step}, {model}{stage}{_accused(culprit)}{rank}{shown}{_symptom(culprit)}"
 
 
@@ -368,6 +372,10 @@ def _symptom(culprit: Culprit) -> str:
     if culprit.statistic is not None:
         text_a, text_b = _statistic_texts(culprit._asdict())
         by = " (by keep=probe; all norms before it are equal)" if culprit.kind == BY_PROBE else ""
+        if culprit.statistic == "l2" and culprit.nonfinite_a != culprit.nonfinite_b:  # the norm leaves them out
+            sides = (culprit.nonfinite_a, text_a, "A"), (culprit.nonfinite_b, text_b, "B")
+            bad = (f"{counted(n, 'NaN or infinite element') if n else f'l2 {norm}'} in {run}" for n, norm, run in sides)
+            return f"{value} differs: {'; '.join(bad)}{by}"
         return f"{value} differs: {culprit.statistic.removesuffix('_count')} {text_a} in A, {text_b} in B{by}"
     return f"{value} differs" + (f" ({culprit.kind})" if culprit.kind else "")
 
@@ -457,9 +465,9 @@ def _cut_text(count: int, limit: int) -> str:
     return f"; the first {limit} (--limit 0 shows all)" if limit and count > limit else ""
 
 
-def _modules_table(result: Diff, limit: int) -> Table:
+def _modules_table(result: Diff, limit: int, *, has_models: bool) -> Table:
     modules = result.modules.to_pylist()
-    has_roots = len({module["root"] for module in modules}) > 1
+    has_roots = has_models or len({module["root"] for module in modules}) > 1
     titles = [*(["root"] if has_roots else []), "module", "first step", "first value", "differ", "compared"]
     titles += ["max abs", "of max", "stats apart", "cosine", "nonfinite"]
     has_statistics = any(module["by_statistics"] for module in modules)
@@ -479,7 +487,7 @@ def _modules_table(result: Diff, limit: int) -> Table:
     return _table(titles, lines, title, _MODULE_DROPS, texts=texts, absent=absent, legend=legend)
 
 
-def _values_table(result: Diff, limit: int) -> Table:
+def _values_table(result: Diff, limit: int, *, has_models: bool) -> Table:
     rows = result.table.slice(0, limit or None).to_pylist()
     titles = ["step", "module", "value", "rank", "kind", "shape", "type", "elements", "max abs", "of max", "statistics"]
     titles += ["cosine", "max rel", "max ulp"]
@@ -489,7 +497,8 @@ def _values_table(result: Diff, limit: int) -> Table:
         shapes, types = (_pair_cell(row[f"{name}_a"], row[f"{name}_b"]) for name in ("shape", "dtype"))
         statistic = "" if row["statistic"] is None else _statistic_cell(row)
         ulp = "" if row["max_ulp"] is None else str(int(row["max_ulp"]))
-        lines.append([*_head(row), row["kind"], shapes, types, outside, number(row["max_abs"]), number(row["of_max"])])
+        lines.append([*_head(row, has_models=has_models)])
+        lines[-1] += [row["kind"], shapes, types, outside, number(row["max_abs"]), number(row["of_max"])]
         lines[-1] += [statistic, _cosine_cell(row["cosine"]), number(row["max_rel"])]
         lines[-1].append(ulp if len(ulp) <= len(_MAX_ULP) else f">{_MAX_ULP}")
     num_rows = result.table.num_rows
@@ -499,12 +508,13 @@ def _values_table(result: Diff, limit: int) -> Table:
     return _table(titles, lines, title, _VALUE_DROPS, texts=texts, absent=absent)
 
 
-def _head(row: dict[str, Any]) -> tuple[str, str, str, str]:
+def _head(row: dict[str, Any], *, has_models: bool) -> tuple[str, str, str, str]:
+    module = model_in_words(row["root"], has_models=has_models) * has_models + (row["module_path"] or "''")
     value = " ".join(filter(None, (row["site"], row["name"], _beside(row))))
-    return str(row["step"]), row["module_path"] or "''", value, _rank_cell(row["rank_a"], row["rank_b"])
+    return str(row["step"]), module, value, _rank_cell(row["rank_a"], row["rank_b"])
 
 
-def _histograms_table(result: Diff, limit: int) -> Table | None:
+def _histograms_table(result: Diff, limit: int, *, has_models: bool) -> Table | None:
     table = result.table.filter(pc.field("histogram_a").is_valid() & pc.field("histogram_b").is_valid())
     rows = table.slice(0, limit or None).to_pylist()
     rows_with_histograms = [
@@ -522,14 +532,14 @@ def _histograms_table(result: Diff, limit: int) -> Table | None:
         zeros, infinite = f"{a.zero_count}|{b.zero_count}", f"{int(a.infinite.sum())}|{int(b.infinite.sum())}"
         share = distributions.share_apart(a, b)
         apart = "" if share is None else f"{share:.3%}" if share < 0.01 else f"{share:.1%}"
-        lines.append([*_head(row), *lines_of, apart, zeros, subnormal, infinite])
+        lines.append([*_head(row, has_models=has_models), *lines_of, apart, zeros, subnormal, infinite])
     title = f"histograms of values that differ ({table.num_rows}): {magnitudes}{_cut_text(table.num_rows, limit)}"
     texts, legend = ("module", "value", "rank", "A", "B"), f"{_APART}; {distributions.HISTOGRAM_LEGEND}"
     absent = () if any(line[3] for line in lines) else ("rank",)
     return _table(titles, lines, title, _HISTOGRAM_DROPS, texts=texts, absent=absent, legend=legend)
 
 
-def _units_table(result: Diff, limit: int) -> Table | None:
+def _units_table(result: Diff, limit: int, *, has_models: bool) -> Table | None:
     table = result.table.filter(pc.field("units_a").is_valid())
     rows = table.slice(0, limit or None).to_pylist()
     if not rows:
@@ -540,21 +550,24 @@ def _units_table(result: Diff, limit: int) -> Table | None:
         apart, unit = ("-" if row[name] is None else str(row[name]) for name in ("units_apart", "unit"))
         rms = "-" if row["unit"] is None else f"{number(row['unit_rms_a'])}|{number(row['unit_rms_b'])}"
         dead = f"{row['units_dead_a']}|{row['units_dead_b']}"
-        lines.append([*_head(row), _pair_cell(row["units_a"], row["units_b"]), apart, dead, unit, rms])
+        lines.append([*_head(row, has_models=has_models)])
+        lines[-1] += [_pair_cell(row["units_a"], row["units_b"]), apart, dead, unit, rms]
     absent = () if any(line[3] for line in lines) else ("rank",)
     title = f"units of values that differ ({table.num_rows}){_cut_text(table.num_rows, limit)}"
     return _table(titles, lines, title, _UNITS_DROPS, texts=("module", "value", "rank"), absent=absent, legend=_DEAD)
 
 
-def _only_parts(run: str, only: Any, limit: int) -> Iterator[str | Table]:
+def _only_parts(run: str, only: Any, limit: int, *, has_models: bool) -> Iterator[str | Table]:
     if only.num_rows:
         rows = []
         for row in only.slice(0, limit or None).to_pylist():
             value = " ".join(filter(None, (row["site"], row["name"])))
             its_steps = "..".join(map(str, sorted({row["first_step"], row["last_step"]})))
-            rows.append([row["module_path"] or "''", value, str(row["rows"]), its_steps])
+            model = [row["root"]] * has_models
+            rows.append([*model, row["module_path"] or "''", value, str(row["rows"]), its_steps])
         title = f"only in {run}, at steps that both have{_cut_text(only.num_rows, limit)}"
-        yield Table(("module", "value", "rows", "steps"), rows, numbers=("rows",), title=title)
+        titles = ["root"] * has_models + ["module", "value", "rows", "steps"]
+        yield Table(titles, rows, numbers=("rows",), title=title)
 
 
 def _left_aside(result: Diff, options: DiffOptions) -> Iterator[str]:

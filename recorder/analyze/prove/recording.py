@@ -275,7 +275,8 @@ def judge_world(one: Observed, other: Observed, runs: Sequence[Run], start: int)
         f"parameters are at most {apart} of their largest magnitude apart; rounding moves them by {by_rounding}"
     )
     if not result.is_equal:
-        culprits = [line.removeprefix("culprit: ") for line in accusations(result.culprits, 3)]
+        lines = accusations(result.culprits, 3, has_models=first.has_models)
+        culprits = [line.removeprefix("culprit: ") for line in lines]
         text = "; ".join(culprits) or "the values differ by more than rounding: recorder diff shows which"
         return tell(CHANGED, f": {ranks}, {text}", min((one.step for one in result.culprits), default=None))
     values = f"{compared['values of the whole model']:,} values of the whole model"

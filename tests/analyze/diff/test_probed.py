@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from recorder import Run, diff
+from recorder import Run, diff, first
 from recorder.analyze.diff.culprit_findings import BY_PROBE
 from recorder.analyze.diff.reply import accusations, unlike_models
 from recorder.config import DEFAULT_RULES
@@ -96,6 +97,22 @@ def test_the_first_number_of_the_probe_that_differs_is_the_culprit(
     assert "(by keep=probe; all norms before it are equal)" in next(iter(accusations(found.culprits, 0)))
 
 
+def test_elements_that_are_not_finite_are_told_in_place_of_a_norm_that_leaves_them_out(
+    sound: Run, tmp_path: Path
+) -> None:
+    def poisoned(model: nn.Sequential, x: torch.Tensor, step: int) -> torch.Tensor:
+        if step == BAD_STEP:
+            with torch.no_grad():
+                weight(model, 2)[0, :2] = float("nan")
+        return x
+
+    bad = train(tmp_path, poisoned)
+    for a, b, expected in ((sound, bad, r"l2 \S+ in A; 2 {} in B"), (bad, sound, r"2 {} in A; l2 \S+ in B")):
+        line = next(iter(accusations(diff(a, b).culprits, 0)))
+        expected = expected.format("NaN or infinite elements")
+        assert re.search(rf"before the step: '2': param weight differs: {expected} \(by keep=probe; ", line)
+
+
 def test_a_batch_of_another_size_at_a_step_without_rows_is_the_culprit(sound: Run, tmp_path: Path) -> None:
     def half(model: nn.Sequential, x: torch.Tensor, step: int) -> torch.Tensor:
         return x[: len(x) // 2] if step == BAD_STEP else x
@@ -156,3 +173,41 @@ def test_runs_that_only_the_probe_tells_apart_are_different_by_it_alone(cli: Cli
     assert probed.startswith("keep=probe, ")
     where = f"step {BAD_STEP - 1}"  # an evaluation belongs to the training step before it
     assert f"{where}, forward of '' (the root was called with another input in an evaluation): " in culprit
+
+
+def train_two(path: Path, *, bad_step: int = NUM_STEPS, judge_first: bool = False, is_nan: bool = True) -> Run:
+    """Train a generator and a judge of its output. From `bad_step` on, weights of the generator's layer 1 are wrong."""
+    torch.manual_seed(0)
+    maker, judge = (nn.Sequential(nn.Linear(3, 8), nn.Linear(8, 8), nn.Linear(8, num)) for num in (3, 1))
+    with flagged(path, "; ".join(rule.text for rule in DEFAULT_RULES)) as recording:
+        of_maker, of_judge = (torch.optim.SGD(model.parameters(), lr=1e-3) for model in (maker, judge))
+        for step in range(NUM_STEPS):
+            if step == bad_step:
+                with torch.no_grad():
+                    weight(maker, 1)[0].mul_(float("nan") if is_nan else 1.5)
+            real, noise = torch.randn(4, 3), torch.randn(4, 3)
+            made = None if judge_first else maker(noise)
+            loss = judge(real).mean()
+            made = maker(noise) if made is None else made
+            of_judge.zero_grad()
+            (judge(made.detach()).mean() - loss).backward()
+            of_judge.step()
+            of_maker.zero_grad()
+            judge(made).mean().neg().backward()
+            of_maker.step()
+    return recording.run
+
+
+@pytest.mark.parametrize("bad_step", [BAD_STEP, 20], ids=["by the probe", "by rows"])
+@pytest.mark.parametrize("is_nan", [True, False], ids=["nan", "finite"])
+@pytest.mark.parametrize("judge_first", [False, True], ids=["generator first", "judge first"])
+def test_an_input_that_another_model_made_is_no_first_culprit(
+    tmp_path: Path, bad_step: int, *, judge_first: bool, is_nan: bool
+) -> None:
+    a = train_two(tmp_path / "a", judge_first=judge_first)
+    b = train_two(tmp_path / "b", judge_first=judge_first, bad_step=bad_step, is_nan=is_nan)
+    culprit = diff(a, b).culprits[0]
+    maker = "model_1" if judge_first else "model"
+    assert (culprit.step, culprit.root, culprit.module_path, culprit.site) == (bad_step, maker, "1", "output")
+    named = first(b).nonfinite
+    assert named is None or (named.value.root, named.value.module_path, named.value.site) == (maker, "1", "output")
