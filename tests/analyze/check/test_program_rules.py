@@ -685,6 +685,8 @@ def test_an_optimizer_that_never_steps_is_named(
     findings = check(recording.run, rules=["not_optimized"]).findings
     if is_one_model:
         assert {(one.module_path.partition(".")[0], one.severity, one.what) for one in findings} == found
+    elif stepped == ["decoder"] and not made:  # a model that is called before may have been left out by mistake
+        assert {(one.root, one.severity, one.what) for one in findings} == {("model", Severity.NOTE, ONLY_LAST)}
     else:  # a model without an optimizer may only pass gradients on
         assert bool(findings) is bool(made)
 
