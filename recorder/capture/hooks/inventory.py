@@ -283,6 +283,8 @@ class Inventory:
         # Optimizers may have copies of the parameters, as those of mixed precision do. A model without an optimizer may
         # only pass gradients on, as that of a perceptual loss does. But if it is called before a model that two
         # optimizers have, one of them was to have it, unless the program changes its parameters, as of a mean.
+        # A model of an earlier training still has gradients, and no optimizer any more.
+        feeds_trained &= is_trained and not any("rates" in described for described in self._modules)
         is_forgotten = (is_before_common or feeds_trained) and self._are_unchanged()
         may_be_so = optimized.has_copies or not (num_trained or optimized.unstepped & own or is_forgotten)
         if trains_others and may_be_so and sum(map(len, untrained.values())) >= num_trained:

@@ -298,7 +298,7 @@ def test_a_repeat_of_the_engine_in_another_batch_measures_the_noise(tmp_path: Pa
     ids, mask = prompts()
     model = llama()
     with torch.no_grad():
-        model.model.norm.weight.mul_(1 + 1e-5)
+        model.model.norm.weight.mul_(1 + 3e-5)  # 1e-5 is within the noise of a processor without AVX-512
     sequences = write(tmp_path / "engine", llama(), ids, mask)
     write(tmp_path / "again", llama(), ids[:1], mask[:1])
     score(tmp_path / "trainer", model, sequences, whole_mask(mask))
