@@ -89,7 +89,7 @@ class Scalars:
         """By the model that was called last and the number of the loss in its step: the model that was updated next,
         empty where it was not always the same, and how often it was so."""
         self._not_updated: list[tuple[str, int]] = []
-        """The keys of `_roots_of_losses` of the losses that were found since the last update."""
+        """The keys of `_roots_of_losses` of the losses that were found since the last update among several models."""
         self._num_losses = 0
         """How many losses of this step were found."""
         self._evaluations: dict[str, tuple[int, int, torch.Tensor, int]] = {}
@@ -140,8 +140,9 @@ class Scalars:
         last = self.capture.root_calls.outermost
         at = last.name if last is not None else "", self._num_losses
         self._num_losses += 1
-        del self._not_updated[:-_MAX_LOSSES]
-        self._not_updated.append(at)
+        if len(self.roots) > 1:
+            del self._not_updated[:-_MAX_LOSSES]
+            self._not_updated.append(at)
         next_root, num_seen = self._roots_of_losses.get(at, ("", 0))
         root_name = next_root if next_root and num_seen >= _SURE else None
         waits = self._waits_for_loss or (root_name is None and len(self.roots) > 1)
@@ -153,8 +154,8 @@ class Scalars:
 
     @property
     def has_new(self) -> bool:
-        """Whether a loss was found since the last update."""
-        return bool(self._not_updated)
+        """Whether `updates` has anything to do: a loss waits, or was found beside other models. False for one model."""
+        return bool(self._losses or self._not_updated)
 
     def updates(self, root_name: str) -> None:
         """File the losses that were found since the last update under the model that is about to be updated."""

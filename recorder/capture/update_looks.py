@@ -290,19 +290,20 @@ class UpdateLooks:
         )
         unstepped = set[int]().union(*(ids for _, ids in updates)) - trained
         idle = set[int]().union(*(ids for idle, ids in updates if (idle or 0) >= IDLE_UPDATES))
-        own = {id(parameter) for root in capture.roots for _, _, parameter in root.parameters()}
+        of_roots = [(root, {id(parameter) for _, _, parameter in root.parameters()}) for root in capture.roots]
+        own = set[int]().union(*(ids for _, ids in of_roots))
         of_stepping = [ids for idle, ids in updates if idle is not None]
         common = {one for one, num in Counter(itertools.chain(*of_stepping)).items() if num > 1}
         optimized = Optimized(trained, fed - idle, unstepped, has_copies=not fed <= own)
-        with_common = [root for root in capture.roots if any(id(one) in common for _, _, one in root.parameters())]
-        last_common = max((root.last_call for root in with_common), default=0)
-        with_trained = [root for root in capture.roots if any(id(one) in trained for _, _, one in root.parameters())]
-        last_trained = max((root.last_call for root in with_trained), default=0)
-        for root in capture.roots:
+        last_common, last_trained = (
+            max((root.last_call for root, ids in of_roots if not ids.isdisjoint(some)), default=0)
+            for some in (common, trained)
+        )
+        for root, ids in of_roots:
             # A thread that reads `.grad` while another thread's backward sets it corrupts the process's memory.
             if root.thread in (None, threading.get_ident()):
                 is_before = 0 < root.last_call < last_common
-                feeds_trained = root not in with_trained and 0 < root.last_call < last_trained
+                feeds_trained = ids.isdisjoint(trained) and 0 < root.last_call < last_trained
                 root.inventory.look_at_update(
                     optimized, capture.clock.step, root.clock.is_trained, is_before, feeds_trained
                 )

@@ -96,11 +96,6 @@ class Finding(NamedTuple):
         return f"{'' if self.since is None else 'since '}step {self.first_step}, {where}: {self.said}"
 
     @property
-    def model(self) -> str:
-        """The name of the model, to be put before a path. Empty for the first model of a process."""
-        return text.model_in_words(self.root)
-
-    @property
     def said(self) -> str:
         """The fault in words, with the measured number, and without details."""
         what, end, more = self.what.partition(": is " if ": is " in self.what else "; ")

@@ -52,7 +52,8 @@ from .signals import TerminationWatch, replaced_interrupts, unhandled_exception
 
 _logger = logging.getLogger("recorder")
 _MAX_RENEWALS = 20
-"""The most searches for modules that were added after the first call and finds of such modules."""
+"""After so many finds of modules that were added after the first call, and searches in vain at a step with unknown
+parameters, no search follows."""
 _SEARCH_EVERY = 16
 """The number of steps from one search to the next. A step with unknown parameters starts a search, too."""
 _LAST_S = 5.0

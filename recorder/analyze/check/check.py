@@ -37,7 +37,7 @@ from ...run.reply import Reply, StateLine, Table
 from ...run.run import Run
 from ...run.step_ranges import Mapper, map_serially
 from ...sites import UPDATE, is_labels
-from ...system.text import counted, grouped, listed, number, shortened, steps_in_words
+from ...system.text import counted, grouped, listed, model_in_words, number, shortened, steps_in_words
 from ..doctor.slots import read_rules
 from .reading import RunRows
 from .replicas import NEVER_EQUAL, replicas_of
@@ -458,7 +458,7 @@ class JoinedFindings(NamedTuple):
         names = list(dict.fromkeys(one.name for one in findings if one.name))
         ranks = sorted({rank for one in findings for rank in one.ranks})
         words = {words_of(one) for one in findings}
-        model = f"{findings[0].root}: " if has_models and findings[0].root else findings[0].model
+        model = model_in_words(findings[0].root, has_models=has_models)
         return cls(findings[0], paths, names, min(steps), max(steps), ranks, words, model)
 
 
