@@ -86,7 +86,7 @@ def rows_of(run: Run, wanted: Selection, columns: Sequence[str], more: Any = Non
 def explain_nothing(run: Run, wanted: Selection) -> NoReturn:
     """Raise LookupFailedError with the most helpful reason why there is nothing to print."""
     subject = "this run" if wanted.module is None else repr(wanted.module)
-    rows = rows_of(run, Selection(module=wanted.module), ["site", "name", "step", "rank"])
+    rows = rows_of(run, Selection(module=wanted.module), ["root", "site", "name", "step", "rank"])
     step = str(wanted.step)
     ended = run.ended_before(int(step)) if step.isdecimal() else ""
     why = replace(wanted, module=None).explain_nothing(rows, subject, run.lost)
@@ -159,7 +159,8 @@ def _module_reply(run: Run, module_path: str, wanted: Selection, *, last: int, s
 
     series = sorted((Series(*group) for group in _groups(table, _KEY)), key=order)
 
-    infos = {root: one for (root, its_path), one in run.modules.items() if its_path == module_path}
+    roots = wanted.chosen("root", [root for root, its_path in run.modules if its_path == module_path])
+    infos = {root: run.modules[root, module_path] for root in roots}
     has_models = len(infos) > 1
     facts = [f"{root}: " * has_models + fact for root, one in infos.items() for fact in facts_of(one)]
 

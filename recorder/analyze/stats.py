@@ -85,6 +85,7 @@ def stats(
     name: str | None = None,
     step: int | str | None = None,
     rank: int | str | None = None,
+    root: str | None = None,
     by: str | Sequence[str] = (),
     across_ranks: bool = False,
     loss: str = "mean",
@@ -105,6 +106,7 @@ def stats(
         name: a name at the site, or a glob.
         step: a step, or several as in rules: ``"0:100"``, ``"::10"``.
         rank: ranks, written like steps.
+        root: the name of a model, or a glob, where a run has several models.
         by: what combined rows have in common: ``step``, ``module``, ``site``, ``name``, ``rank``. Rows of different
             phases or modes are never combined, nor rows of different inner tensors, such as the indices and values of
             a sparse tensor (column `inner`), nor rows of several ranks without `across_ranks`.
@@ -122,7 +124,7 @@ def stats(
     """
     if importlib.util.find_spec("pandas") is None:
         raise ImportError(not_installed("stats", "pandas", "analysis"))
-    selection = Selection(module=module, site=site, name=name, step=step, rank=rank)
+    selection = Selection(module=module, site=site, name=name, step=step, rank=rank, root=root)
     options = GlobalOptions(across_ranks=across_ranks, loss=loss, layouts=layouts, partial=partial)
     result = statistics(run, selection, options, by=(by,) if isinstance(by, str) else by, with_probe=probe)
     frame: pandas.DataFrame = (as_long(result.table) if long else result.table).to_pandas()
@@ -180,7 +182,7 @@ def statistics(
     if with_probe and table is not None:
         table, probe_notes = _with_probe(run, selection, table)
     if table is None or not (table.num_rows or any(one.num_rows for one in answers)):
-        columns = ["module_path", "site", "name", "step", "rank"]
+        columns = ["root", "module_path", "site", "name", "step", "rank"]
         raise selection.explain_nothing(run.table(columns), f"run {run.name}", run.lost)
     notes = [*missing.notes(is_taken=options.partial), *probe_notes]
     damage = sorted({*run.problems, *(text for one in answers for text in one.damage)})

@@ -145,6 +145,9 @@ NameOption = Annotated[
     str | None, typer.Option(help="Only these names at the site, written like modules: weight, *.exp_avg.")
 ]
 StepOption = Annotated[str | None, typer.Option(help="Steps: 7, 0:100, ::10, 0,5,7 or pow2.")]
+RootOption = Annotated[
+    str | None, typer.Option(help="Only these models, if a run has several: model, model_1,... written like modules.")
+]
 RankOption = Annotated[str | None, typer.Option(help="Ranks, written like steps.")]
 LossOption = Annotated[
     str,

@@ -116,6 +116,8 @@ class RecordedModule:
     """Of the first module: whether a loss was the sum of losses of several whole-numbered labels."""
     has_uneven_calls: bool = False
     """Of the first module: whether the number of calls before a backward varies by a factor of two and more."""
+    has_one_batch: bool = False
+    """Of the first module: whether there were data loaders at the first call, each with one batch alone."""
     uncleared: int | None = None
     """The first step seen to add a gradient of the module to the previous step's."""
     optimizer_anew: str = ""

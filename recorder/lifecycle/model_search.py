@@ -36,7 +36,7 @@ from ..observe import tree
 from ..observe.selection import RuleSelection
 from ..rules import Rule
 from ..system.log import Events
-from ..system.processes import live_instances
+from ..system.processes import live_instances, loaded
 from ..taps.graphs import is_traced
 
 _is_compiling = torch.compiler.is_compiling
@@ -130,8 +130,10 @@ def collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-def model_around(module: nn.Module, *, of_any: bool = False) -> tuple[nn.Module, list[Optimizer]]:
+def model_around(module: nn.Module, *, of_any: bool = False) -> tuple[nn.Module, list[Optimizer], bool]:
     """Return the outermost live model around `module`, or `module` itself, and the list of all live optimizers.
+
+    The third value is whether there are data loaders, each of which has one batch, so that a step sees all samples.
 
     The model must be completely trained: if optimizers have only some of its trainable parameters, it may hold another
     rank's stage. In a process without other ranks, it is enough that optimizers train one of the model's parameters
@@ -141,20 +143,26 @@ def model_around(module: nn.Module, *, of_any: bool = False) -> tuple[nn.Module,
     Transparent wrappers change no path and are skipped.
     """
     if isinstance(module, torch.jit.ScriptModule):
-        return module, find_live()
+        return module, find_live(), False
     optimizers: list[Optimizer] = []
     trained: set[int] = set()
     holders: dict[int, list[Any]] = {}
-    for item in live_instances(Optimizer, nn.Module):  # one scan of all objects finds both modules and optimizers
+    loaders: list[Any] = []
+    kind = loaded("torch.utils.data", "DataLoader")
+    of_loaders: tuple[type, ...] = () if kind is None else (kind,)
+    for item in live_instances(Optimizer, nn.Module, *of_loaders):  # one scan of all objects finds all of them
         if issubclass(type(item), Optimizer):
             optimizers.append(cast(Optimizer, item))
             groups = getattr(item, "param_groups", ())  # the object's __init__ may still be running
             trained |= {id(p) for group in groups for p in group["params"]}
+        elif issubclass(type(item), of_loaders):
+            loaders.append(item)
         elif not isinstance(item, torch.jit.ScriptModule):
             for child in vars(item).get("_modules", {}).values():
                 holders.setdefault(id(child), []).append(item)
+    has_one_batch = bool(loaders) and all(map(_has_one_batch, loaders))
     if not trained and not of_any:
-        return module, optimizers
+        return module, optimizers, has_one_batch
     others = trained.difference(map(id, module.parameters())) if topology.read().world_size == 1 else set()
 
     def is_model(holder: nn.Module) -> bool:
@@ -171,7 +179,14 @@ def model_around(module: nn.Module, *, of_any: bool = False) -> tuple[nn.Module,
                 around[id(holder)] = holder
                 waiting.append(holder)
     model = tree.unwrapped(outermost[0])[-1] if len(outermost) == 1 else module
-    return module if model is tree.unwrapped(module)[-1] else model, optimizers
+    return module if model is tree.unwrapped(module)[-1] else model, optimizers, has_one_batch
+
+
+def _has_one_batch(loader: Any) -> bool:
+    try:
+        return len(loader) == 1
+    except Exception:  # a data set without a length, or anything that its own code raises
+        return False
 
 
 def unmatched_rules(rules: Sequence[Rule], model: nn.Module) -> list[str]:

@@ -169,7 +169,7 @@ class Recorder:
         capture = self.capture
         if capture is not None and (root := capture.root_of(module)) is not None:
             return root
-        model, optimizers = model_around(module, of_any=self.settings.roots == "any")
+        model, optimizers, has_one_batch = model_around(module, of_any=self.settings.roots == "any")
         if capture is None:
             self._stop_for_rules(model)
             self._early.live = optimizers  # `_start` takes the optimizers, without another scan of all objects
@@ -179,7 +179,10 @@ class Recorder:
                 root.renew()
                 self.recording.optimizers.rescan()
             return root
-        return self.add_root(model, None)
+        root = self.add_root(model, None)
+        if has_one_batch:
+            root.inventory.note_one_batch()
+        return root
 
     def _stop_for_rules(self, module: nn.Module) -> None:
         """Stop the launch before the first step if a rule can match no module: its setting must be wrong."""

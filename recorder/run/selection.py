@@ -38,11 +38,14 @@ class Selection:
     """One step, or several steps as in rules: ``0:100``, ``::10``, ``0,5,7``, ``pow2``."""
     rank: int | str | None = None
     """One rank, or several ranks, written as for `step`."""
+    root: str | None = None
+    """Patterns of the names of models, separated by commas."""
 
     @property
     def columns(self) -> dict[str, int | str]:
         """The columns by which `narrow` filters, each with the text or number that the user gave for it."""
         asked = {"module_path": self.module, "site": self.site, "name": self.name, "step": self.step, "rank": self.rank}
+        asked |= {"root": self.root}
         return {column: value for column, value in asked.items() if value is not None}
 
     def check(self, *runs: Run, more_sites: Sequence[str] = ()) -> None:

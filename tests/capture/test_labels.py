@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -194,6 +197,28 @@ def test_the_manifest_says_if_the_model_was_always_given_one_tensor(tmp_path: Pa
                 model(torch.randn(3, 4))
     (module, *_) = recorder.open_run(tmp_path).writers[0].manifest.roots[0].modules
     assert (module.given_again is not None) is is_kept
+
+
+@pytest.mark.parametrize(("sizes", "is_said"), [((8,), True), ((8, 8), True), ((8, 4), False), ((), False)])
+def test_the_manifest_says_if_the_loaders_have_one_batch(tmp_path: Path, sizes: tuple[int, ...], is_said: bool) -> None:
+    program = f"""
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+data = TensorDataset(torch.randn(8, 4))
+loaders = [DataLoader(data, batch_size=size) for size in {sizes}]
+model = nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(3):
+    for x, in loaders[0] if loaders else [data[:]]:
+        model(x).square().mean().backward()
+        optimizer.step()
+"""
+    env = os.environ | {"RECORDER": "1", "RECORDER_DIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", program], env=env, check=True, timeout=120)
+    (module, *_) = recorder.open_run(tmp_path).writers[0].manifest.roots[0].modules
+    assert module.has_one_batch is is_said
 
 
 @pytest.mark.parametrize(("is_new", "since"), [(lambda step: False, 0), (lambda step: step == 9, 9), (bool, None)])

@@ -255,6 +255,14 @@ def test_one_batch_at_every_step_may_be_full_batch_training(is_kept: bool) -> No
     assert judged(lambda step, rank: {"x": signs, "y": noise(1)}) == [("y", word, False)], "nothing tells x apart"
 
 
+@pytest.mark.parametrize("is_new_later", [False, True])
+def test_one_batch_of_a_loader_that_has_no_other_is_full_batch_training(is_new_later: bool) -> None:
+    recorded = batches(lambda step, rank: {"x": noise(max(step - 25, 0) if is_new_later else 0), "y": noise(2)})
+    recorded.catalog.modules["model", ""] = ModuleFacts("Net", ("input",), has_one_batch=True)
+    found = [(one.name, one.severity.word, "has one batch" in one.what) for one in said(recorded, Data)]
+    assert found[:1] == [("x", "warning", False) if is_new_later else ("x", "note", True)]
+
+
 @pytest.mark.parametrize(("given", "severity"), [(0, Severity.NOTE), (30, Severity.WARNING), (None, Severity.WARNING)])
 def test_tensors_that_the_model_was_given_all_along_are_no_stuck_loader(given: int | None, severity: Severity) -> None:
     """Also where the number of calls in a step changes, as with LBFGS."""

@@ -335,6 +335,13 @@ def test_a_small_spike_of_a_loss_is_a_note_unless_it_stays_up(high: dict[int, fl
     assert [one.what.endswith("and stays up") for one in found] == [len(severities) == 2, False][: len(found)]
 
 
+@pytest.mark.parametrize(("leap", "is_spike"), [(0.6, False), (1.5, True)])
+def test_a_loss_that_varies_by_factors_has_no_small_spike(leap: float, is_spike: bool) -> None:
+    """As one of samples that are known by heart. The largest of the 128 records before is 0.33, the median 0.02."""
+    found = said(losses(lambda step: leap if step in (250, 251) else 0.02 * np.exp(noise(step, shape=())), 300), Spike)
+    assert bool(found) is is_spike
+
+
 @pytest.mark.parametrize("num_losses", [1, 2])
 @pytest.mark.parametrize("is_last", [True, False])
 def test_a_step_with_one_of_two_losses_is_no_spike(is_last: bool, num_losses: int) -> None:
@@ -369,6 +376,40 @@ def test_the_losses_of_two_models_are_judged_alone_and_are_notes_where_both_trai
     assert (one.root, one.step) == ("judges", 190) and one.value == pytest.approx(20.5, abs=0.2)
     assert one.severity == (Severity.NOTE if are_rivals else Severity.WARNING)
     assert ("other models have losses" in one.detail) == are_rivals
+
+
+@pytest.mark.parametrize("rows_a_batch", BATCHES)
+@pytest.mark.parametrize(
+    ("change", "until", "words"),
+    [
+        ("longer", 200, "the inputs of a step have 48 elements, not 32"),
+        ("classes", 200, "the labels are of other classes: the root mean square of their numbers is 7.1"),
+        ("longer", 105, ""),
+        ("classes", 105, ""),
+        ("tokens", 200, ""),
+        ("noise", 200, ""),
+        ("none", 200, ""),
+    ],
+)
+def test_a_leap_at_which_other_data_come_for_good_is_a_note(
+    change: str, until: int, words: str, rows_a_batch: int
+) -> None:
+    """As in a curriculum or with a new task. A few such batches are none, nor are other tokens, nor louder inputs."""
+    recorded = Recorded()
+    for step in range(200):
+        is_other = 100 <= step < until
+        length = 12 if change == "longer" and is_other else 8
+        classes = 5 * (change in ("classes", "tokens") and is_other) + np.arange(64) % 5
+        batch = noise(step, shape=(4, length)) * (20.0 if change == "noise" and is_other else 1.0)
+        tokens = {"x": classes, LABELS: classes} if change == "tokens" else {"x": batch, LABELS: classes}
+        for name, values in tokens.items():
+            dtype = "float32" if values is batch else "int64"
+            recorded.add(step, "", values, site="input", name=name, dtype=dtype, is_probe=step % 10 > 0)
+        loss = 3.0 if step >= 100 else 0.3
+        recorded.add(step, "", loss + noise(step, shape=(), scale=0.01), site="scalar", name="loss")
+    (one,) = recorded.judge(Spike, rows_a_batch).findings[:1]
+    assert (one.step, one.severity) == (100, Severity.NOTE if words else Severity.WARNING)
+    assert words in one.detail and bool(words) == ("from step 100 on" in one.detail)
 
 
 @pytest.mark.parametrize("falls", [True, False])

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 
 from recorder.numerics.distributions import spark_line
@@ -38,6 +39,27 @@ def test_the_last_step_of_a_module_is_that_of_any_of_its_values(cli: Cli, tmp_pa
     writer.add_shard([[make_row(0, np.ones(2), module_path=""), make_row(1, np.ones(()), step=9, **rate)]])
     writer.finish()
     assert [one["last_step"] for one in cli("show", tmp_path / "run", "--json").json["modules"]] == [9]
+
+
+def test_one_of_several_models_is_chosen(cli: Cli, tmp_path: Path) -> None:
+    writer = HandmadeWriter(make_run(tmp_path / "run"), 0)
+    roots = ("model", "model_1")
+    rows = [make_row(seq, np.full(2, seq + 1.0), root=root, module_path="up") for seq, root in enumerate(roots)]
+    writer.add_shard([rows])
+    described = [{"path": "up", "class": f"Of{root}", "sites": ["output"]} for root in roots]
+    writer.finish(roots=[{"name": root, "modules": [one]} for root, one in zip(roots, described, strict=True)])
+    run = tmp_path / "run"
+    assert [one["root"] for one in cli("show", run, "--root", "model_1", "--json").json["modules"]] == ["model_1"]
+    (series,) = cli("show", run, "up", "--root", "model_1", "--json").json["series"]
+    assert [row["absmax"] for row in series["rows"]] == [2.0]
+    assert "Ofmodel_1" in (shown := cli("show", run, "up", "--root", "model_1").out) and "Ofmodel " not in shown
+    for command in (["stats"], ["stats", "--by", "module"], ["stats", "--global"]):
+        assert [row["absmax"] for row in cli(*command, run, "--root", "*_1", "--json").json["rows"]] == [2.0], command
+    cli("export", run, "--out", tmp_path / "one.parquet", "--root", "model_1")
+    assert pq.read_table(tmp_path / "one.parquet").column("root").to_pylist() == ["model_1"]
+    for name in ("show", "stats"):
+        wrong = cli(name, run, "--root", "model_2")
+        assert wrong.exit_code == 2 and "root='model_2'; nearest are 'model_1'" in wrong.err
 
 
 def test_what_the_program_does_with_a_module_is_said(cli: Cli, tmp_path: Path) -> None:

@@ -574,10 +574,10 @@ def command_of(typed: str, one: JoinedFindings) -> str:
         return ""
     if worst.rule == Replica.name:
         return shlex.join(["recorder", "first", typed])
-    where = [worst.module_path]
+    where, of_model = [worst.module_path], ["--root", worst.root] if one.model else []
     is_missing = (worst.rule == NoGradient.name and worst.site == "param") or worst.what == NEVER_HERE
     if is_missing or worst.rule in _SHOWN:  # no row has what the program did
-        return shlex.join(["recorder", "show", typed, *where[: len(one.paths) == 1]])
+        return shlex.join(["recorder", "show", typed, *where[: len(one.paths) == 1], *of_model])
     if worst.rule == NotCleared.name or (worst.rule == Update.name and not worst.module_path):
         where = []  # the rule concerns all parameters, and the root may have none of its own
     site = f"{worst.site},{UPDATE}" if worst.rule == Update.name and worst.site == "param" else worst.site
@@ -593,7 +593,7 @@ def command_of(typed: str, one: JoinedFindings) -> str:
     words += ["--probe"] if reads_probe and worst.site != "scalar" else []
     is_of_others = worst.what.startswith(ONE_BATCH) or worst.rule == OutlierRank.name  # the other ranks show it
     words += ["--rank", str(worst.ranks[0])] if len(one.ranks) == 1 and not is_of_others else []
-    return shlex.join(words)
+    return shlex.join([*words, *of_model])
 
 
 def _wants(checked: Checked) -> str:

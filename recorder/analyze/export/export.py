@@ -278,6 +278,7 @@ def export(
     name: str | None = None,
     step: int | str | None = None,
     rank: int | str | None = None,
+    root: str | None = None,
     across_ranks: bool = False,
     loss: str = "mean",
     layouts: Sequence[str] = (),
@@ -297,6 +298,7 @@ def export(
         name: a name at the site, or a glob.
         step: a step, or several as in rules: ``"0:100"``, ``"::10"``.
         rank: ranks, written like steps.
+        root: the name of a model, or a glob, where a run has several models.
         across_ranks: whether to write the global tensors instead of the ranks' own.
         loss: with `across_ranks`, how activation gradients of the ranks are scaled; see `Run.view`.
         layouts: with `across_ranks`, how chunks of some tensors lie on the ranks; see `Run.view`.
@@ -310,7 +312,7 @@ def export(
         WriteError: the file exists, or cannot be written.
     """
     path = Path(path)
-    selection = Selection(module=module, site=site, name=name, step=step, rank=rank)
+    selection = Selection(module=module, site=site, name=name, step=step, rank=rank, root=root)
     options = GlobalOptions(across_ranks=across_ranks, loss=loss, layouts=layouts, partial=partial)
     planned = Export(run, to or format_of(path), selection, options, payload=payload)
     return planned.write(path, force=force)

@@ -33,7 +33,10 @@ from .callbacks import CaptureForHooks
 from .module import AfterForward, HookedModule
 from .parameter_rows import FsdpParameter
 
-_KEPT = (*FACTS, "has_many_labels", "has_uneven_calls", "disarmed", "foreign_hooks", "unfrozen", "feeds_trained")
+_KEPT = (
+    *FACTS, "has_many_labels", "has_uneven_calls", "has_one_batch", "disarmed", "foreign_hooks", "unfrozen",
+    "feeds_trained",
+)  # fmt: skip
 """The members of a module's entry that stay when the hooks of a model are put on anew."""
 _OFTEN_GIVEN = 16
 """The fewest calls in a row with one of a few tensors as first argument after which the manifest says so."""
@@ -359,6 +362,11 @@ class Inventory:
         """Note that a loss is the sum of losses of several labels."""
         if self._modules and "has_many_labels" not in self._modules[0]:
             self._add(0, {"has_many_labels": True})
+
+    def note_one_batch(self) -> None:
+        """Note that the program's data loaders have one batch each when the model is called first."""
+        if self._modules:
+            self._add(0, {"has_one_batch": True})
 
     def note_uneven_calls(self) -> None:
         """Note that the number of calls of the model before a backward varies, as the length of an episode."""

@@ -11,7 +11,7 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from ...sites import LABELS
+from ...sites import LABELS, is_labels
 from ...system.text import module_in_words, number
 from ..rows import Flags, Floats, Integers, Memory, Rows, SeriesKey, concatenate, grouped, previous
 from ..rule import CALIBRATED, CheckRule, Finding, Setting, Severity
@@ -42,6 +42,12 @@ _CERTAIN = 5
 _NUM_TARGETS = 64
 _GREW = 1.5
 """Targets have grown if the last ones are this many times as large as the first ones."""
+_FACTORS = 4
+"""The number of standard deviations of the logarithms of a loss that a small spike must exceed, too."""
+_LEAST_BATCHES = 8
+"""The number of batches whose range counts as known, and the number of other ones after which data have changed."""
+_NEAR_STEPS = 2
+"""A leap comes at most this many steps after other data, to which a mean of labels or of losses may answer later."""
 _ROSE = 3.0
 """A learning rate that rises by this factor from one record to the next is named beside a spike that follows."""
 
@@ -373,6 +379,99 @@ class Targets:
         )
 
 
+class Course:
+    """The range of a number over the steps, and the steps at which the number left its range and did not return."""
+
+    def __init__(self) -> None:
+        self._low, self._high, self._num = math.inf, -math.inf, 0
+        self._left: list[tuple[int, float]] = []
+        """The last steps and numbers out of the range, one after the other."""
+
+    def changes(self, steps: Integers, values: Floats) -> Iterator[tuple[int, float, float]]:
+        """Take the next numbers. Yield the step of each change, and the numbers in the middle before it and since."""
+        margin = (self._high - self._low) / 2
+        low, high = float(values.min()), float(values.max())
+        if not self._left and self._num >= _LEAST_BATCHES and self._low - margin <= low <= high <= self._high + margin:
+            self._low, self._high, self._num = min(low, self._low), max(high, self._high), self._num + len(values)
+            return
+        for step, value in zip(steps.tolist(), values.tolist(), strict=True):
+            margin = (self._high - self._low) / 2
+            if self._num < _LEAST_BATCHES or self._low - margin <= value <= self._high + margin:
+                self._low, self._high, self._num = min(value, self._low), max(value, self._high), self._num + 1
+                self._left.clear()
+                continue
+            if self._left and (value > self._high) != (self._left[0][1] > self._high):
+                self._left.clear()
+            self._left.append((step, value))
+            if len(self._left) >= _LEAST_BATCHES:
+                before, since = (self._low + self._high) / 2, [one for _, one in self._left]
+                self._low, self._high, self._num = min(since), max(since), len(since)
+                yield self._left[0][0], before, (self._low + self._high) / 2
+                self._left.clear()
+
+
+class OtherData:
+    """The steps from which on a model gets other data on purpose: longer samples, or labels of other classes."""
+
+    def __init__(self) -> None:
+        self._courses: dict[tuple[int, str], Course] = {}
+        """By input on the first rank, the course of its number of elements, and that of the size of its labels."""
+        self._changes: list[tuple[str, int, str]] = []
+        """Of each change, the model, the step and the words."""
+
+    def add(self, rows: Rows) -> None:
+        rows = rows.take(rows.where("batch", is_of_batch) & (rows.ranks <= 0))
+        if not len(rows):
+            return
+        lanes, steps, numels = _sums(rows, rows["numel"])
+        _, _, squares = _sums(rows, rows["sum_sq"])
+        for lane in np.unique(lanes).tolist():
+            key, about, at = rows.catalog.key_of(lane), rows.catalog.about_of(lane), lanes == lane
+            what = "the labels" if is_labels(key.name) is not None else "the inputs"
+            self._follow(key.root, (lane, f"{what} of a step have {{1}} elements, not {{0}}"), steps[at], numels[at])
+            if what == "the labels" and "int" in about.dtype and not self._are_tokens(rows, lane):
+                of_classes = f"{what} are of other classes: the root mean square of their numbers is {{1}}, not {{0}}"
+                with np.errstate(all="ignore"):
+                    self._follow(key.root, (lane, of_classes), steps[at], np.sqrt(squares[at] / numels[at]))
+
+    def as_note(self, one: Finding) -> Finding:
+        """Make a leap a note if other data came just before it and stayed, as in a curriculum or with a new task."""
+        near = range(one.first_step - _NEAR_STEPS, one.first_step + 1)
+        told = next((words for root, step, words in self._changes if root == one.root and step in near), "")
+        return one._replace(severity=Severity.NOTE, detail="; ".join(filter(None, [told, one.detail]))) if told else one
+
+    def _follow(self, root: str, course: tuple[int, str], steps: Integers, values: Floats) -> None:
+        is_known = np.isfinite(values)
+        if is_known.any():
+            for step, before, since in self._courses.setdefault(course, Course()).changes(
+                steps[is_known], values[is_known]
+            ):
+                told = course[1].format(number(before), number(since))
+                self._changes.append((root, step, f"from step {step} on {told}"))
+
+    @staticmethod
+    def _are_tokens(rows: Rows, lane: int) -> bool:
+        """Return whether labels are as many as an input of whole numbers has. Then they are no classes of samples."""
+        series = zip(rows.catalog.series, rows.catalog.about, strict=True)
+        root, num = rows.catalog.key_of(lane).root, math.prod(rows.catalog.about_of(lane).shape)
+        return any(
+            is_of_batch(key) and key.root == root and is_labels(key.name) is None
+            and "int" in about.dtype and math.prod(about.shape) == num
+            for key, about in series
+        )  # fmt: skip
+
+
+def is_of_batch(key: SeriesKey) -> bool:
+    """Return whether a series is an argument of a complete model in training, or the labels of its loss."""
+    return key.site == "input" and not key.module_path and key.mode == "train"
+
+
+def _sums(rows: Rows, values: Floats) -> tuple[Integers, Integers, Floats]:
+    """Return, for each lane and step, in their order, the sum of values over the calls of a step."""
+    ids, firsts = grouped(rows.lanes, rows.steps)
+    return rows.lanes[firsts], rows.steps[firsts], np.bincount(ids, np.nan_to_num(values)).astype(np.float64)
+
+
 class Recent:
     """Keeps the rows of the last few steps, to find the value that moved first and the learning rate that rose."""
 
@@ -461,7 +560,7 @@ class Spike(CurveRule):
 
     def set_up(self) -> None:
         super().set_up()
-        self._recent, self._targets = Recent(), Targets()
+        self._recent, self._targets, self._other_data = Recent(), Targets(), OtherData()
         self._num_details = 0
         self._window = max(int(self.thresholds["window"]), 2)
         self._rings = Rings(self._window)
@@ -481,6 +580,7 @@ class Spike(CurveRule):
     def add(self, rows: Rows) -> Iterator[Finding]:
         self._recent.add(rows)
         self._targets.add(rows)
+        self._other_data.add(rows)
         is_curve = rows.where("loss or grad", lambda key: key.is_loss or key.site == "grad")
         for one in super().add(rows.take(is_curve)) if is_curve.any() else ():
             self._num_details += 1
@@ -490,6 +590,9 @@ class Spike(CurveRule):
             if one.site == "scalar" and (self.keys[self.reported].rank, one.step) in self.grown_at:
                 one = one._replace(severity=Severity.NOTE, detail=_GROWN)
             yield self._targets.as_note(one)
+
+    def revised(self, one: Finding) -> Finding:
+        return self._other_data.as_note(super().revised(one))
 
     def has_passed(self, its_curves: list[int], curves: Integers, values: Floats) -> bool:
         if self._spiking:
@@ -531,6 +634,8 @@ class Spike(CurveRule):
             largest = float(np.nanmax(np.abs(ring))) or float(peaks[index])
             limit = float(mean[index]) + self.thresholds["sigmas"] * float(np.nanstd(ring))
             limit = max(limit, largest * float(ratio[index]))
+            if self.is_loss.of(curve) == 1:
+                limit = max(limit, min(_limit_of_factors(ring), largest * self.thresholds["ratio"]))
             next_sample, limit_before = self._mild.get(curve, (-1, np.inf))
             what, kind = f"{self.words(curve)} spikes over the mean of the records before", self.keys[curve].kind
             if next_sample == num[index] and value > limit_before:
@@ -556,6 +661,15 @@ class Spike(CurveRule):
                 self._spiking.clear()
         replaced = self._rings.put(curves, num, values)
         self._total[curves] = self._total[curves] + values - np.nan_to_num(replaced)
+
+
+def _limit_of_factors(ring: Floats) -> float:
+    """Return the limit of a loss that varies by factors, as one of a training set that is learnt by heart does."""
+    known = ring[~np.isnan(ring)]
+    if not len(known) or known.min() <= 0:
+        return 0.0
+    logs = np.log(known)
+    return math.exp(float(logs.mean() + _FACTORS * logs.std()))
 
 
 class Jump(CurveRule):

@@ -45,6 +45,7 @@ _SHUFFLE = "look whether the data set is sorted by class, and whether the loader
 _FULL_BATCH = "; it was so at every step: this is full-batch training, or a loader that never moved on"
 _SHUFFLED = "; the same samples come in another order each time, as in full-batch training with a loader that shuffles"
 _KEPT = "; these are the very same tensors each time: this is full-batch training, or a batch that was drawn once"
+_WHOLE = "; a data loader of the program has one batch, so this is full-batch training"
 _MEANT = "nothing is wrong if each step is meant to see all samples"
 _EPISODE = "nothing is wrong if each batch is made of equally many samples of each class, in this order"
 
@@ -126,11 +127,14 @@ class Data(CheckRule):
             is_void |= one.what in (_ONE_CLASS, ALL_IGNORED) and self._mixed.of(lane) > one.first_step
             given = None if root is None else root.given_again
             is_kept = given is not None and (of_lane[lane] not in changed or given <= one.first_step)
-            severity = Severity.NOTE if is_kept and one.what in (_AGAIN, _SAME_LABELS) else one.severity
+            is_whole = root is not None and root.has_one_batch and of_lane[lane] not in changed
+            is_meant = (is_kept or is_whole) and one.what in (_AGAIN, _SAME_LABELS)
+            severity = Severity.NOTE if is_meant else one.severity
             if not is_void:
                 more = _FULL_BATCH * (one.what == _AGAIN and of_lane[lane] in full)
-                if one.what == _AGAIN and (is_kept or (more and self._is_shuffled(lane, one.first_step))):
-                    severity, more, one = Severity.NOTE, _KEPT if is_kept else _SHUFFLED, one._replace(advice=_MEANT)
+                if one.what == _AGAIN and (is_meant or (more and self._is_shuffled(lane, one.first_step))):
+                    more = _KEPT if is_kept else _WHOLE if is_whole else _SHUFFLED
+                    severity, one = Severity.NOTE, one._replace(advice=_MEANT)
                 if one.what == _SAME_LABELS and self._are_of_episode(lane):
                     severity, one = Severity.NOTE, one._replace(advice=_EPISODE)
                 if one.what.startswith(_ONE_CLASS):

@@ -13,7 +13,7 @@ from ...system.text import number
 from ..normal import Moves
 from ..rows import Floats, Integers, Memory, Rows, SeriesKey
 from ..rule import CALIBRATED, Finding, Setting, Severity
-from .curves import CurveRule, JudgedSample, Rings, Targets
+from .curves import CurveRule, JudgedSample, OtherData, Rings, Targets, is_of_batch
 from .programs import NEGATED
 
 _NUM_BLOCKS = 32
@@ -68,14 +68,15 @@ class LossStuck(CurveRule):
         """By curve, the median of the last samples."""
         self._risen: dict[Finding, int] = {}
         """The curve of each finding of a rise or a leap."""
-        self._targets = Targets()
+        self._targets, self._other_data = Targets(), OtherData()
 
     def wants(self, key: SeriesKey) -> bool:
-        return key.is_loss or key.site in ("param", UPDATE) or key.name == LABELS
+        return key.is_loss or key.site in ("param", UPDATE) or is_of_batch(key)
 
     def add(self, rows: Rows) -> Iterator[Finding]:
         """Judge the losses. A loss that leaps as its targets change is a note: a network of targets may be renewed."""
         self._targets.add(rows)
+        self._other_data.add(rows)
         rows = self._moves.add(rows)
         for one in super().add(rows) if len(rows) else ():
             if changed := self._targets.change(one, self._window):
@@ -89,8 +90,12 @@ class LossStuck(CurveRule):
             yield one
 
     def revised(self, one: Finding) -> Finding:
-        """Make a rise or a leap a note if the loss has come back by the end, as where a task becomes harder."""
+        """Make a rise or a leap a note if the loss has come back by the end, as where a task becomes harder.
+
+        A leap with other data, as with a new task, is one even if the loss stays up.
+        """
         revised = super().revised(one)
+        revised = self._other_data.as_note(revised) if one.what.endswith(_STAYS) else revised
         if one not in self._risen or not self._middle.of(self._risen[one]) < one.threshold:
             return revised
         what = f"{one.what.removesuffix(_STAYS)}, and comes back later"

@@ -50,6 +50,7 @@ def export_command(
     name: options.NameOption = None,
     step: options.StepOption = None,
     rank: options.RankOption = None,
+    root: options.RootOption = None,
     across_ranks: Annotated[
         bool, typer.Option("--global", help="The global tensors instead of each rank's own.")
     ] = False,
@@ -80,7 +81,7 @@ def export_command(
     --layout does not fit them, and the file holds the ranks' own.
     """
     run = open_run(path)
-    selection = Selection(module=module, site=site, name=name, step=step, rank=rank)
+    selection = Selection(module=module, site=site, name=name, step=step, rank=rank, root=root)
     question = GlobalOptions(across_ranks=across_ranks, loss=loss, layouts=layout or [], partial=partial)
     to = to or format_of(out)
     plan: type[Export | BoardExport] = BoardExport if to in BOARDS else Export

@@ -45,6 +45,7 @@ def show_command(
     name: options.NameOption = None,
     step: options.StepOption = None,
     rank: options.RankOption = None,
+    root: options.RootOption = None,
     last: Annotated[int, typer.Option(min=0, help="The number of last steps in the long table; 0: all.")] = 10,
     statistic: Annotated[
         str | None, typer.Option(help="The statistic to draw and to list: l2, mean, nan_count, ...; by default absmax.")
@@ -72,7 +73,7 @@ def show_command(
     --where. Exit code 1: a chunk is missing, or chunks contradict each other.
     """
     run, module = run_and_module(path, module)
-    wanted = Selection(module=module, site=site, name=name, step=step, rank=rank)
+    wanted = Selection(module=module, site=site, name=name, step=step, rank=rank, root=root)
     if where:
         options.refuse("not with --where, which draws the chunks of all ranks", rank=rank, statistic=statistic)
         return where_reply(run, wanted, layouts=layout or [], stage=stage)
@@ -87,6 +88,7 @@ def stats_command(
     name: options.NameOption = None,
     step: options.StepOption = None,
     rank: options.RankOption = None,
+    root: options.RootOption = None,
     by: Annotated[
         list[str] | None,
         typer.Option(
@@ -132,7 +134,7 @@ def stats_command(
     if top is not None:
         options.refuse("not with --top, which counts from the start", last=last)
     run, module = run_and_module(path, module)
-    selection = Selection(module=module, site=site, name=name, step=step, rank=rank)
+    selection = Selection(module=module, site=site, name=name, step=step, rank=rank, root=root)
     question = GlobalOptions(across_ranks=across_ranks, loss=loss, layouts=layout or [], partial=partial)
     mapper = options.mapper_for(scheduler)
     return reply_of_stats(
