@@ -133,6 +133,15 @@ class LiveChecks:
         except Exception as error:  # an error here must not end the recording
             self._turn_off(error)
 
+    def revised(self, one: Finding) -> Finding:
+        """Return a finding as its rule judges it after the last step: it may be a note."""
+        rule = next((rule for rule in self._rules if rule.name == one.rule), None)
+        try:
+            return one if rule is None or self._is_off else rule.revised(one)
+        except Exception as error:  # an error here must not end the recording
+            self._turn_off(error)
+            return one
+
     def _add(self, staged: Staged, measured: Measured) -> None:
         step = staged.moment.step
         if step > self._step:

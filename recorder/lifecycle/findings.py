@@ -10,7 +10,7 @@ import itertools
 import json
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,8 @@ from ..system import log
 
 MAX_RANKS = 64
 """The most other ranks whose findings are read for the last line."""
+_MAX_KEPT = 64
+"""The most findings of a rule that are kept for the last line."""
 _MAX_FINDINGS = 8
 """The most pairs of rule and module in a status, and so in labels of metrics. More findings count without a module."""
 
@@ -44,8 +46,8 @@ class LiveFindings:
 
     def __init__(self) -> None:
         self.rank = 0
-        self._worst: dict[str, Finding] = {}
-        """By rule, the worst finding, or the first of equal ones."""
+        self._found: dict[str, list[Finding]] = {}
+        """By rule, the first findings."""
         self._uneven: set[str] = set()
         """The models whose number of calls before a backward varies."""
         self.has_models = False
@@ -60,8 +62,8 @@ class LiveFindings:
     @property
     def worst(self) -> Finding | None:
         """The worst finding of the rules, causes before consequences. NaN and infinities are reported elsewhere."""
-        worst = (one for one in self._worst.values() if not self._is_noted(one))
-        found = with_causes([*self._of_program, *worst], Catalog())
+        of_rules = (one for found in self._found.values() for one in found if not self._is_noted(one))
+        found = with_causes([*self._of_program, *of_rules], Catalog())
         return min(found, key=lambda one: (-one.severity, bool(one.cause), one.first_step), default=None)
 
     def add(self, finding: Finding) -> None:
@@ -71,8 +73,15 @@ class LiveFindings:
         """
         if self._is_noted(finding):
             return
-        self._worst[finding.rule] = max(self._worst.get(finding.rule, finding), finding, key=lambda one: one.severity)
+        found = self._found.setdefault(finding.rule, [])
+        if len(found) < _MAX_KEPT or finding.severity > max(one.severity for one in found):
+            found.append(finding)
         self._count(finding, is_logged=True)
+
+    def revise(self, revised: Callable[[Finding], Finding]) -> None:
+        """Drop the findings that are notes after the last step, as a spike is that came with other data for good."""
+        for rule, found in self._found.items():
+            self._found[rule] = [one for one in found if revised(one).severity > Severity.NOTE]
 
     def _is_noted(self, finding: Finding) -> bool:
         return bool(self._uneven) and finding.root in ("", *self._uneven) and finding.rule in _OF_SUMS

@@ -138,6 +138,7 @@ class RingWatch:
         """Look for triggers a last time, before the ring gives up its values. Writer thread."""
         if self._checks is not None:
             self._checks.finish()
+            self.findings.revise(self._checks.revised)
         self.findings.say()
         if self._triggers is None:
             return

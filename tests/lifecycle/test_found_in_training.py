@@ -89,6 +89,34 @@ def test_a_sound_program_has_no_such_line(outputs: dict[str, tuple[list[str], Pa
     assert lines[-2].endswith("up to step 39; nothing dropped")
 
 
+OTHER_CLASSES = """
+import torch
+from torch import nn
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+for step in range(160):
+    y = torch.arange(32) % 4 + 4 * (step >= 120{until})
+    x = nn.functional.one_hot(y % 4, 8) + 0.1 * torch.randn(32, 8)
+    loss = nn.functional.cross_entropy(model(x), y)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(("until", "is_told"), [("", False), (" and step < 123", True)])
+def test_a_leap_with_other_data_for_good_is_told_at_once_and_not_at_the_end(
+    tmp_path: Path, until: str, is_told: bool
+) -> None:
+    (tmp_path / "train.py").write_text(OTHER_CLASSES.format(until=until))
+    job = jobs.succeeded(jobs.program(tmp_path, "train.py", RECORDER="1", RECORDER_DIR="runs"))
+    spikes = [line for line in job.output.splitlines() if "step 120, " in line and "spikes" in line]
+    assert [" rows, " in line for line in spikes] == [False, True][: 1 + is_told]
+    found = recorder.check(recorder.open_run(tmp_path / "runs")).findings
+    assert {one.severity > Severity.NOTE for one in found if one.rule == "spike" and one.step == 120} == {is_told}
+
+
 def test_a_rule_with_many_findings_hides_no_other_rule_in_the_status() -> None:
     watch = RingWatch(load_settings(environ={}))
     modules = [{"path": f"m.{number}", "class": "Linear", "sites": [], "untrained": ["weight"]} for number in range(12)]

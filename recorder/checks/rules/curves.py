@@ -11,8 +11,9 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from ...sites import LABELS, is_labels
+from ...sites import LABELS
 from ...system.text import module_in_words, number
+from ..given import OtherData, Targets
 from ..rows import Flags, Floats, Integers, Memory, Rows, SeriesKey, concatenate, grouped, previous
 from ..rule import CALIBRATED, CheckRule, Finding, Setting, Severity
 
@@ -35,19 +36,8 @@ _MAY_MOVE = ("input", "output", "grad_output", "param", "grad")
 _MOVED = math.log(2)
 RISEN = "the learning rate"
 """The first words of a finding's detail if a learning rate rose before the finding."""
-_MAX_TARGETS = 256
-_FEWEST_TARGETS = 3
-_CERTAIN = 5
-"""The number of standard deviations by which the mean of the targets must have changed."""
-_NUM_TARGETS = 64
-_GREW = 1.5
-"""Targets have grown if the last ones are this many times as large as the first ones."""
 _FACTORS = 4
 """The number of standard deviations of the logarithms of a loss that a small spike must exceed, too."""
-_LEAST_BATCHES = 8
-"""The number of batches whose range counts as known, and the number of other ones after which data have changed."""
-_NEAR_STEPS = 2
-"""A leap comes at most this many steps after other data, to which a mean of labels or of losses may answer later."""
 _ROSE = 3.0
 """A learning rate that rises by this factor from one record to the next is named beside a spike that follows."""
 
@@ -313,163 +303,6 @@ class Rings:
         replaced = self.values[curves, slots]
         self.values[curves, slots] = values
         return replaced
-
-
-class Targets:
-    """The sizes of the targets of a loss. They change where a network makes the targets, as in a DQN."""
-
-    def __init__(self) -> None:
-        self._first: list[Rows] = []
-        """The first rows of the process, of all ranks: `_MAX_TARGETS`. Later trainings of the process have none."""
-        self._last: list[Rows] = []
-        """The last rows: at least `_MAX_TARGETS`, and those that are being judged."""
-
-    def add(self, rows: Rows) -> None:
-        rows = rows.take(rows.where("targets", lambda key: key.name == LABELS))
-        if not len(rows):
-            return
-        if (room := _MAX_TARGETS - sum(map(len, self._first))) > 0:
-            self._first.append(rows.take(slice(room)))
-        self._last.append(rows)
-        while len(self._last) > 1 and sum(map(len, self._last[1:])) >= _MAX_TARGETS:
-            del self._last[0]
-
-    def change(self, one: Finding, window: int) -> str:
-        """Say how the targets changed in the `window` steps before a finding. Return "" if only their noise did."""
-        steps, sizes = self._sizes(self._last, one)
-        now = sizes[steps > one.step - window // 2]  # a median rises once half of its window is above
-        return self._told(sizes[steps <= one.step - window], now)
-
-    def as_note(self, one: Finding) -> Finding:
-        """Make a leap a note if targets that are no classes have grown since the first steps, and may explain it.
-
-        A gradient grows as its targets do, and a squared loss as their square. The step of the leap does not count.
-        """
-        first, last = (self._sizes(some, one, is_numeric=True) for some in (self._first, self._last))
-        before = first[1][first[0] < one.step][:_NUM_TARGETS]
-        now = last[1][last[0] < one.step][-_NUM_TARGETS:]
-        growth = now.mean() / before.mean() if len(before) and before.mean() > 0 else 0.0
-        is_explained = growth > _GREW and one.value <= one.threshold * growth**2
-        if not is_explained or not (told := self._told(before, now)):
-            return one
-        return one._replace(severity=Severity.NOTE, detail="; ".join(filter(None, [told, one.detail])))
-
-    @staticmethod
-    def _sizes(some: list[Rows], one: Finding, *, is_numeric: bool = False) -> tuple[Integers, Floats]:
-        if not some:
-            return np.zeros(0, np.int64), np.zeros(0)
-        rows = concatenate(some)
-        rows = rows.take(np.isin(rows.ranks, one.ranks) & (rows.steps <= one.step) & ~np.isnan(rows.rms))
-        if is_numeric:
-            begin = max((step for step in rows.catalog.trainings if step <= one.step), default=0)
-            rows = rows.take(rows.are_float() & (rows.steps >= begin))
-        order = np.argsort(rows.steps, kind="stable")
-        return rows.steps[order], rows.rms[order]
-
-    @staticmethod
-    def _told(before: Floats, now: Floats) -> str:
-        if min(len(before), len(now)) < _FEWEST_TARGETS:
-            return ""
-        noise = math.sqrt(before.var() / len(before) + now.var() / len(now))
-        is_changed = abs(now.mean() - before.mean()) > _CERTAIN * noise
-        return (
-            f"the targets of the loss went from {number(before.mean())} to {number(now.mean())} on average"
-            if is_changed
-            else ""
-        )
-
-
-class Course:
-    """The range of a number over the steps, and the steps at which the number left its range and did not return."""
-
-    def __init__(self) -> None:
-        self._low, self._high, self._num = math.inf, -math.inf, 0
-        self._left: list[tuple[int, float]] = []
-        """The last steps and numbers out of the range, one after the other."""
-
-    def changes(self, steps: Integers, values: Floats) -> Iterator[tuple[int, float, float]]:
-        """Take the next numbers. Yield the step of each change, and the numbers in the middle before it and since."""
-        margin = (self._high - self._low) / 2
-        low, high = float(values.min()), float(values.max())
-        if not self._left and self._num >= _LEAST_BATCHES and self._low - margin <= low <= high <= self._high + margin:
-            self._low, self._high, self._num = min(low, self._low), max(high, self._high), self._num + len(values)
-            return
-        for step, value in zip(steps.tolist(), values.tolist(), strict=True):
-            margin = (self._high - self._low) / 2
-            if self._num < _LEAST_BATCHES or self._low - margin <= value <= self._high + margin:
-                self._low, self._high, self._num = min(value, self._low), max(value, self._high), self._num + 1
-                self._left.clear()
-                continue
-            if self._left and (value > self._high) != (self._left[0][1] > self._high):
-                self._left.clear()
-            self._left.append((step, value))
-            if len(self._left) >= _LEAST_BATCHES:
-                before, since = (self._low + self._high) / 2, [one for _, one in self._left]
-                self._low, self._high, self._num = min(since), max(since), len(since)
-                yield self._left[0][0], before, (self._low + self._high) / 2
-                self._left.clear()
-
-
-class OtherData:
-    """The steps from which on a model gets other data on purpose: longer samples, or labels of other classes."""
-
-    def __init__(self) -> None:
-        self._courses: dict[tuple[int, str], Course] = {}
-        """By input on the first rank, the course of its number of elements, and that of the size of its labels."""
-        self._changes: list[tuple[str, int, str]] = []
-        """Of each change, the model, the step and the words."""
-
-    def add(self, rows: Rows) -> None:
-        rows = rows.take(rows.where("batch", is_of_batch) & (rows.ranks <= 0))
-        if not len(rows):
-            return
-        lanes, steps, numels = _sums(rows, rows["numel"])
-        _, _, squares = _sums(rows, rows["sum_sq"])
-        for lane in np.unique(lanes).tolist():
-            key, about, at = rows.catalog.key_of(lane), rows.catalog.about_of(lane), lanes == lane
-            what = "the labels" if is_labels(key.name) is not None else "the inputs"
-            self._follow(key.root, (lane, f"{what} of a step have {{1}} elements, not {{0}}"), steps[at], numels[at])
-            if what == "the labels" and "int" in about.dtype and not self._are_tokens(rows, lane):
-                of_classes = f"{what} are of other classes: the root mean square of their numbers is {{1}}, not {{0}}"
-                with np.errstate(all="ignore"):
-                    self._follow(key.root, (lane, of_classes), steps[at], np.sqrt(squares[at] / numels[at]))
-
-    def as_note(self, one: Finding) -> Finding:
-        """Make a leap a note if other data came just before it and stayed, as in a curriculum or with a new task."""
-        near = range(one.first_step - _NEAR_STEPS, one.first_step + 1)
-        told = next((words for root, step, words in self._changes if root == one.root and step in near), "")
-        return one._replace(severity=Severity.NOTE, detail="; ".join(filter(None, [told, one.detail]))) if told else one
-
-    def _follow(self, root: str, course: tuple[int, str], steps: Integers, values: Floats) -> None:
-        is_known = np.isfinite(values)
-        if is_known.any():
-            for step, before, since in self._courses.setdefault(course, Course()).changes(
-                steps[is_known], values[is_known]
-            ):
-                told = course[1].format(number(before), number(since))
-                self._changes.append((root, step, f"from step {step} on {told}"))
-
-    @staticmethod
-    def _are_tokens(rows: Rows, lane: int) -> bool:
-        """Return whether labels are as many as an input of whole numbers has. Then they are no classes of samples."""
-        series = zip(rows.catalog.series, rows.catalog.about, strict=True)
-        root, num = rows.catalog.key_of(lane).root, math.prod(rows.catalog.about_of(lane).shape)
-        return any(
-            is_of_batch(key) and key.root == root and is_labels(key.name) is None
-            and "int" in about.dtype and math.prod(about.shape) == num
-            for key, about in series
-        )  # fmt: skip
-
-
-def is_of_batch(key: SeriesKey) -> bool:
-    """Return whether a series is an argument of a complete model in training, or the labels of its loss."""
-    return key.site == "input" and not key.module_path and key.mode == "train"
-
-
-def _sums(rows: Rows, values: Floats) -> tuple[Integers, Integers, Floats]:
-    """Return, for each lane and step, in their order, the sum of values over the calls of a step."""
-    ids, firsts = grouped(rows.lanes, rows.steps)
-    return rows.lanes[firsts], rows.steps[firsts], np.bincount(ids, np.nan_to_num(values)).astype(np.float64)
 
 
 class Recent:

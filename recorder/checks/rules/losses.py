@@ -10,10 +10,11 @@ import numpy as np
 
 from ...sites import EVALUATION_LOSS, LABELS, UPDATE, is_validation_loss
 from ...system.text import number
+from ..given import OtherData, Targets, is_of_batch
 from ..normal import Moves
 from ..rows import Floats, Integers, Memory, Rows, SeriesKey
 from ..rule import CALIBRATED, Finding, Setting, Severity
-from .curves import CurveRule, JudgedSample, OtherData, Rings, Targets, is_of_batch
+from .curves import CurveRule, JudgedSample, Rings
 from .programs import NEGATED
 
 _NUM_BLOCKS = 32
