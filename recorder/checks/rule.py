@@ -123,6 +123,7 @@ _SIZES = {
     "records": "", "robust z": ", at {0} times the usual distance", "share of elements": " ({2} of its elements)",
     "cosine": "", "of the norm at first": " ({2} is left)", "momentum, at least": " (at least {0})",
     "fall of the loss": " (it fell by {2})", "share of zeros": " ({2} of them)", "different values": " ({0} {1})",
+    "median of the last times -1": ": it is at -{0}",
 }  # fmt: skip
 """By measure, the text of `Finding.size`, with the value, the measure, the value in per cent and the limit."""
 _SIZES |= {f"{measure}, at least": words.replace(" in {0}", " in at least {0}") for measure, words in _SIZES.items()}

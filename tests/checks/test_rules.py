@@ -1434,6 +1434,18 @@ def test_a_loss_in_training_is_not_compared_with_logits_in_an_evaluation(trained
     assert [one.module_path for one in said(recorded, EvaluationOutput)] == expected
 
 
+@pytest.mark.parametrize("settles", [True, False])
+def test_an_output_in_evaluation_that_settles_is_a_note(settles: bool) -> None:
+    recorded = Recorded()
+    for step in range(20):
+        recorded.add(step, "norm", noise(step))
+        if step % 4 == 3:
+            recorded.add(step, "norm", noise(step, scale=1.0 if settles and step > 10 else 50.0), mode="eval")
+    (one,) = said(recorded, EvaluationOutput)
+    assert one.severity is (Severity.NOTE if settles else Severity.WARNING)
+    assert one.what.endswith(", but not later") is settles
+
+
 def test_a_spike_says_what_moved_before_it() -> None:
     recorded = Recorded()
     for step in range(60):

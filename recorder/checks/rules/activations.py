@@ -149,6 +149,7 @@ class EvaluationOutput(StreakRule):
     what = "the output in evaluation has another size than in training"
     measure, limit = "larger over smaller root mean square", "ratio"
     advice = "look at the running statistics of norms, and at operations that the module does in only one mode"
+    may_recover = True
 
     def set_up(self) -> None:
         self._trained = Memory()
