@@ -255,6 +255,18 @@ def test_one_batch_at_every_step_may_be_full_batch_training(is_kept: bool) -> No
     assert judged(lambda step, rank: {"x": signs, "y": noise(1)}) == [("y", word, False)], "nothing tells x apart"
 
 
+def test_a_number_beside_a_batch_of_which_nothing_is_known_is_no_batch_that_repeats() -> None:
+    """As the time and the state `y` of a differential equation, which is taken for labels by its name."""
+    recorded = Recorded()
+    for step in range(40):
+        for call in range(4):
+            more: dict[str, Any] = {"site": "input", "is_probe": step > 9}
+            if call == 0 or not more["is_probe"]:
+                recorded.add(step, "", np.full(4 if more["is_probe"] else 1, 0.3 * call + 0.1), name="t", **more)
+                recorded.add(step, "", noise(step, call), name="y", **more)
+    assert said(recorded, Data) == []
+
+
 @pytest.mark.parametrize("is_new_later", [False, True])
 def test_one_batch_of_a_loader_that_has_no_other_is_full_batch_training(is_new_later: bool) -> None:
     recorded = batches(lambda step, rank: {"x": noise(max(step - 25, 0) if is_new_later else 0), "y": noise(2)})

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from ... import sites
 from ...system.text import counted, number
 from ..rows import (
+    IS_PROBE,
     Flags,
     Floats,
     Integers,
@@ -90,6 +91,8 @@ class Data(CheckRule):
         and the last at which they came in the order of the record before."""
         self._had_values = Memory()
         """By input and rank, the first step at which an element was not zero; NaN if there is none so far."""
+        self._is_number = Memory(0.0)
+        """By input and rank, 1 for a single number, such as the time of a differential equation, which is no batch."""
         self._first_of: dict[str, str] = {}
         """By root, the name of the first argument that is not a label."""
 
@@ -99,7 +102,9 @@ class Data(CheckRule):
 
     def add(self, rows: Rows) -> Iterator[Finding]:
         is_label = rows.where("labels", _holds_labels)
-        told = rows.take(_tells_apart(rows) & ~is_label & ~(rows.are_float() & (rows["l2"] == 0)))
+        self._is_number[rows.lanes[(rows["numel"] == 1) & (rows[IS_PROBE] != 1)]] = 1.0
+        is_no_batch = is_label | (rows.are_float() & (rows["l2"] == 0)) | (self._is_number[rows.lanes] == 1)
+        told = rows.take(_tells_apart(rows) & ~is_no_batch)
         recorded = told.without_probe()
         steps, lanes, totals = _batches(recorded, recorded.fingerprints(_BATCH))
         for at in np.split(np.arange(len(steps)), np.flatnonzero(np.diff(steps)) + 1):
