@@ -262,7 +262,7 @@ def test_a_number_beside_a_batch_of_which_nothing_is_known_is_no_batch_that_repe
         for call in range(4):
             more: dict[str, Any] = {"site": "input", "is_probe": step > 9}
             if call == 0 or not more["is_probe"]:
-                recorded.add(step, "", np.full(4 if more["is_probe"] else 1, 0.3 * call + 0.1), name="t", **more)
+                recorded.add(step, "", np.full(4 if more["is_probe"] else 1, 0.3 * call + 0.13), name="t", **more)
                 recorded.add(step, "", noise(step, call), name="y", **more)
     assert said(recorded, Data) == []
 
