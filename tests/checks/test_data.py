@@ -267,6 +267,20 @@ def test_a_number_beside_a_batch_of_which_nothing_is_known_is_no_batch_that_repe
     assert said(recorded, Data) == []
 
 
+@pytest.mark.parametrize(("times", "since", "is_told"), [(400.0, 60, True), (100.0, 60, False), (400.0, 20, False)])
+def test_a_batch_that_is_far_larger_than_all_before_is_named(times: float, since: int, is_told: bool) -> None:
+    """Each rank by itself, with its first records and between batches of rows."""
+    recorded = batches(
+        lambda step, rank: {"x": noise(step, rank) * (times if step == since and rank == 1 else 1 + rank)},
+        ranks=3, steps=80, is_probe=True,
+    )  # fmt: skip
+    (found, *more) = said(recorded, Data) or [None]
+    assert bool(found) is is_told and not more
+    if found is not None:
+        assert (found.step, found.ranks, found.severity) == (60, (1,), Severity.WARNING)
+        assert found.said.startswith("the input is far larger than in any batch before, 1")
+
+
 @pytest.mark.parametrize("is_new_later", [False, True])
 def test_one_batch_of_a_loader_that_has_no_other_is_full_batch_training(is_new_later: bool) -> None:
     recorded = batches(lambda step, rank: {"x": noise(max(step - 25, 0) if is_new_later else 0), "y": noise(2)})

@@ -21,6 +21,8 @@ from ..rows import (
     Streaks,
     as_exact_floats,
     began,
+    begins,
+    ends,
     grouped,
     previous,
 )  # fmt: skip
@@ -31,6 +33,10 @@ _BATCH = ("mean", "std", "absmax", "l2")
 """The statistics that two different batches hardly ever have in common."""
 IGNORED = -100
 """The label that a cross-entropy of PyTorch ignores unless it is told of another one."""
+_LARGER = "the input is far larger than in any batch before"
+_LOOK_AT_IT = "look at the samples of this batch, and at what scales them"
+_APART = 4_000.0
+"""More than the logarithms of two sizes can differ."""
 _LEAST_ELEMENTS = 8
 """The least number of elements of a tensor that is judged. The elements of a smaller tensor may be equal by chance."""
 _SAME_LABELS, _ONE_CLASS = "the labels never change", "all labels of a batch are equal"
@@ -64,6 +70,8 @@ class Data(CheckRule):
         Setting("repeats", 20, "records", CALIBRATED),
         Setting("period", 4, "records", "a shorter cycle is no training set"),
         Setting("size", 4.0, "root mean squares", CALIBRATED),
+        Setting("leap", 100, "times the largest input before", "a loud batch has up to ten times"),
+        Setting("known", 32, "records", "as `least` of `spike`"),
     )
     advice = "look at the data loader: its sampler, its seed on each rank, and whether its batches change"
 
@@ -91,6 +99,8 @@ class Data(CheckRule):
         and the last at which they came in the order of the record before."""
         self._had_values = Memory()
         """By input and rank, the first step at which an element was not zero; NaN if there is none so far."""
+        self._most, self._num_sizes = Memory(), Memory(0.0)
+        """By first input and rank, the logarithm of the largest root mean square so far, and the number of records."""
         self._is_number = Memory(0.0)
         """By input and rank, 1 for a single number, such as the time of a differential equation, which is no batch."""
         self._first_of: dict[str, str] = {}
@@ -114,6 +124,7 @@ class Data(CheckRule):
         self._note_order(rows.take(rows["fingerprint.hash"] >= 0).by_lane())
         firsts = rows.take(rows.where("first argument", self._is_first)).by_lane()
         yield from self._emptied(firsts)
+        yield from self._leapt(firsts)
         yield from self._judge_size(firsts.without_probe())
         self._judge_labels(rows.take(is_label).by_lane())
         self._judge_flat(rows.without_probe().by_lane())
@@ -265,6 +276,25 @@ class Data(CheckRule):
         for index, num, since in self._empty.reached(rows.lanes, rows.steps, is_empty, self.thresholds["records"]):
             yield self._in_a_row(int(rows.lanes[index]), int(rows.steps[index]), what, num, "records", since)
 
+    def _leapt(self, rows: Rows) -> Iterator[Finding]:
+        """Report a batch that is far larger than all batches before. Norms may hide it from the loss."""
+        rms = rows.rms
+        is_known = np.isfinite(rms) & (rms > 0) & rows.are_float()
+        rows, sizes = rows.take(is_known), np.log(rms[is_known])
+        lanes, is_first, is_last = rows.lanes, begins(rows.lanes), ends(rows.lanes)
+        groups = np.cumsum(is_first) - 1
+        # The sizes of one lane, raised above those of the lane before, make one course of maxima of all lanes.
+        most = np.maximum.accumulate(sizes + _APART * groups) - _APART * groups
+        before = np.fmax(np.where(is_first, np.nan, np.roll(most, 1)), self._most[lanes])
+        num = self._num_sizes[lanes] + np.arange(len(rows)) - np.flatnonzero(is_first)[groups]
+        self._num_sizes[lanes[is_last]] = num[is_last] + 1
+        self._most[lanes[is_last]] = np.fmax(most, self._most[lanes])[is_last]
+        is_far = (num >= self.thresholds["known"]) & (sizes - before > math.log(self.thresholds["leap"]))
+        for index in np.flatnonzero(is_far).tolist():
+            lane, step, times = int(lanes[index]), int(rows.steps[index]), math.exp(sizes[index] - before[index])
+            one = self.finding(lane, step, _LARGER, "times the largest", times, self.thresholds["leap"])
+            yield one._replace(advice=_LOOK_AT_IT)
+
     def _judge_size(self, rows: Rows) -> Iterator[Finding]:
         """Look, on rank 0, for a first argument whose elements are far larger than layers expect, but for norms."""
         rms, limit = rows.rms, self.thresholds["size"]
@@ -330,10 +360,12 @@ class Data(CheckRule):
 
 
 class EmptyBatch(Data):
-    """The part of the rule `data` that runs in training: inputs that become all zeros."""
+    """The part of the rule `data` that runs in training: inputs that become all zeros, or far larger than before."""
 
     def add(self, rows: Rows) -> Iterator[Finding]:
-        yield from self._emptied(rows.take(rows.where("first argument", self._is_first)).by_lane())
+        firsts = rows.take(rows.where("first argument", self._is_first)).by_lane()
+        yield from self._emptied(firsts)
+        yield from self._leapt(firsts)
 
 
 def _holds_labels(key: SeriesKey) -> bool:
