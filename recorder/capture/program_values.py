@@ -57,6 +57,8 @@ _SHAPES_ALONE = (
     "Clone", "ToCopy", "Index", "IndexSelect",
 )  # fmt: skip
 """The kinds of nodes that change only how elements lie, or choose some."""
+_MAKE_COLUMNS = ("View", "UnsafeView", "Reshape", "ReshapeAlias", "Unsqueeze", "Transpose", "T", "Permute")
+"""The kinds of nodes with which a program makes a column, to compare each of its elements with each of a row."""
 _OF_DIFFERENCES = ("MseLoss", "SmoothL1Loss", "HuberLoss")
 _NEVER_NEGATIVE = (*_OF_DIFFERENCES, "NllLoss", "NllLoss2D", "BinaryCrossEntropy", "BinaryCrossEntropyWithLogits")
 _MAX_MADE_BY = 64
@@ -540,7 +542,8 @@ def _wrong_argument(loss: Any) -> tuple[str, Any] | None:
     If the whole loss is the negative of a loss that is never negative, it is ``Neg of NllLoss``, for example.
 
     A loss of differences whose two arguments are both expanded, one of them along the batch, compares each output with
-    all labels.
+    all labels. So does one of outputs [n, 1] and of labels that were made [n, n], and the difference of outputs [n, 1]
+    and of labels [n] or [n, n].
     """
     if (negated := _negated(loss)) is not None:
         return f"Neg of {_kind(negated)}", negated
@@ -559,10 +562,30 @@ def _wrong_argument(loss: Any) -> tuple[str, Any] | None:
             return "CtcLoss of Time", node
         if kind in _OF_DIFFERENCES:
             sizes = [_expanded_dims(node, name) for name in ("self", "target")]
-            if sizes[0] and sizes[1] and not sizes[0] & sizes[1] and 0 in sizes[0] | sizes[1]:
+            is_crossed = sizes[0] and sizes[1] and not sizes[0] & sizes[1] and 0 in sizes[0] | sizes[1]
+            if is_crossed or ({1} in sizes and set() in sizes and _is_square(_shape_of(below))):
                 return f"{kind} of Expand", node
+        if kind == "Sub" and _is_column_of_square(node):
+            return "Sub of Expand", node
         nodes += _children(node)[: _MAX_NODES - len(nodes)]
     return None
+
+
+def _shape_of(node: Any) -> tuple[int, ...]:
+    """Return the shape of the first result of a node. Empty if autograd does not tell it."""
+    known = getattr(node, "_input_metadata", ())
+    return tuple(known[0].shape) if known else ()
+
+
+def _is_square(shape: tuple[int, ...]) -> bool:
+    return len(shape) == 2 and shape[0] == shape[1] >= _LEAST_OF_ROW
+
+
+def _is_column_of_square(node: Any) -> bool:
+    """Return whether a difference is [n, n], of outputs [n, 1] that no program has shaped so, and of a constant."""
+    children, shape = _children(node), _shape_of(node)
+    is_lone = len(children) == 1 and len(node.next_functions) == 2 and _kind(children[0]) not in _MAKE_COLUMNS
+    return is_lone and _is_square(shape) and _shape_of(children[0]) == (shape[0], 1)
 
 
 def _is_over_batch(node: Any) -> bool:
