@@ -548,7 +548,8 @@ def _wrong_argument(loss: Any) -> tuple[str, Any] | None:
     if (negated := _negated(loss)) is not None:
         return f"Neg of {_kind(negated)}", negated
     if (made := _in_divergence(loss)) is not None:
-        return f"KlDiv of {'Batch' if _kind(made) == 'LogSoftmax' else _kind(made)}", made
+        is_over = "Batch" if _is_over_batch(made) else "Time"
+        return f"KlDiv of {is_over if _kind(made) == 'LogSoftmax' else _kind(made)}", made
     nodes = [loss]
     for node in nodes:
         kind, below = _kind(node), _first_below(node)
@@ -595,6 +596,18 @@ def _is_over_batch(node: Any) -> bool:
     return is_of_classes and _dim_of(node) in (0, -2)
 
 
+def _is_beside_classes(node: Any) -> bool:
+    """Return whether a node is a log_softmax of what a linear layer returned, and not over the last dim, its units."""
+    made, below = (_saved(node, "result") if _kind(node) == "LogSoftmax" else None), _first_below(node)
+    while below is not None and _kind(below) in ("Div", "Mul"):  # a temperature
+        below = _first_below(below)
+    if made is None or made.dim() < 3 or below is None or _kind(below) not in ("View", "UnsafeView"):
+        return False
+    linear = _first_below(below)
+    is_linear = linear is not None and _kind(linear) in ("Addmm", "Mm") and _shape_of(linear)[1:] == made.shape[-1:]
+    return is_linear and _dim_of(node) not in (-1, made.dim() - 1)
+
+
 def _is_over_time(node: Any, loss: Any) -> bool:
     """Return whether a node is a log_softmax over T or N elements, if a CTC loss gets [T, N, C] and C is another."""
     made, given = (_saved(node, "result") if _kind(node) == "LogSoftmax" else None), _saved(loss, "log_probs")
@@ -614,8 +627,10 @@ def _in_divergence(loss: Any) -> Any:
         kind, children = _kind(node), _children(node)
         if kind == "Sub" and _first_below(node) is None and children and _kind(children[0]) == "Mul":
             factors = _children(children[0])
-            if len(factors) == 1 and (_kind(factors[0]) in ("Softmax", "Sigmoid") or _is_over_batch(factors[0])):
-                return factors[0]
+            made = factors[0] if len(factors) == 1 else None
+            is_wrong = made is not None and (_kind(made) in ("Softmax", "Sigmoid") or _is_over_batch(made))
+            if is_wrong or (made is not None and _is_beside_classes(made)):
+                return made
         elif kind in ("Mean", "Sum", "Div", "Mul", "Add"):  # the square of such a difference is no divergence
             nodes += children[: _MAX_NODES - len(nodes)]
     return None

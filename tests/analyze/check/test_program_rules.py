@@ -224,6 +224,12 @@ def _ctc(values: torch.Tensor) -> torch.Tensor:
     return nn.functional.ctc_loss(values, torch.tensor([[1, 2]]), torch.tensor([8]), torch.tensor([2]))
 
 
+def _divergence_of_rows(values: torch.Tensor, dim: int, *, is_transposed: bool = False) -> torch.Tensor:
+    logits = nn.functional.linear(values.view(2, 4, 5), torch.ones(6, 5)) / 2
+    logits = logits.transpose(1, 2) if is_transposed else logits
+    return nn.functional.kl_div(logits.log_softmax(dim), torch.rand(logits.shape).softmax(dim), reduction="batchmean")
+
+
 def _divergence(values: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
     targets = nn.functional.one_hot(classes, 5).float()
     return 4 * nn.functional.kl_div(values, targets, reduction="batchmean")
@@ -254,6 +260,9 @@ def _divergence(values: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
         (lambda y, c: _divergence(y.softmax(1), c) + y.square().mean(), "kl_div expects log-probabilities, and gets"),
         (lambda y, c: _divergence(y.log_softmax(1), c), ""),
         (lambda y, c: _divergence(y.log_softmax(0), c), "gets a log_softmax over the samples of the batch"),
+        (lambda y, c: _divergence_of_rows(y, 1), "gets a log_softmax over the time or the batch, and not over"),
+        (lambda y, c: _divergence_of_rows(y, -1), ""),
+        (lambda y, c: _divergence_of_rows(y, 1, is_transposed=True), ""),
         (lambda y, c: (torch.rand(8, 5) - 0.5 * y.sigmoid()).square().mean(), ""),
         (lambda y, c: nn.functional.mse_loss(y, torch.randn(8, 5)), ""),
         (lambda y, c: nn.functional.mse_loss(torch.randn(8), y[:, :1]), "compares each output with all labels"),
