@@ -548,8 +548,7 @@ def _wrong_argument(loss: Any) -> tuple[str, Any] | None:
     if (negated := _negated(loss)) is not None:
         return f"Neg of {_kind(negated)}", negated
     if (made := _in_divergence(loss)) is not None:
-        is_over = "Batch" if _is_over_batch(made) else "Time"
-        return f"KlDiv of {is_over if _kind(made) == 'LogSoftmax' else _kind(made)}", made
+        return made
     nodes = [loss]
     for node in nodes:
         kind, below = _kind(node), _first_below(node)
@@ -617,21 +616,25 @@ def _is_over_time(node: Any, loss: Any) -> bool:
     return num in given.shape[:-1] and num != given.shape[-1]
 
 
-def _in_divergence(loss: Any) -> Any:
-    """Return the node that makes what a KL divergence, a term of the loss, does not expect. None without one.
+def _in_divergence(loss: Any) -> tuple[str, Any] | None:
+    """Return what a `kl_div` or a cross-entropy of soft labels gets by mistake, and its node: ``KlDiv of Softmax``.
 
-    `kl_div` computes ``xlogy(target, target) - target * input``, in which only the input has a graph.
+    `kl_div` computes ``xlogy(target, target) - target * input``, in which only the input has a graph, and programs
+    compute ``target * input`` of soft labels themselves.
     """
     nodes = [loss]
     for node in nodes:
-        kind, children = _kind(node), _children(node)
+        kind, children, function = _kind(node), _children(node), "SoftLabels"
         if kind == "Sub" and _first_below(node) is None and children and _kind(children[0]) == "Mul":
-            factors = _children(children[0])
-            made = factors[0] if len(factors) == 1 else None
-            is_wrong = made is not None and (_kind(made) in ("Softmax", "Sigmoid") or _is_over_batch(made))
-            if is_wrong or (made is not None and _is_beside_classes(made)):
-                return made
-        elif kind in ("Mean", "Sum", "Div", "Mul", "Add"):  # the square of such a difference is no divergence
+            kind, children, function = "Mul", _children(children[0]), "KlDiv"
+        elif kind == "Sub":  # the square of such a difference is no divergence
+            continue
+        made = children[0] if kind == "Mul" and len(children) == 1 else None
+        if made is not None and _kind(made) in ("Softmax", "Sigmoid") and function == "KlDiv":
+            return f"KlDiv of {_kind(made)}", made
+        if made is not None and (_is_over_batch(made) or _is_beside_classes(made)):
+            return f"{function} of {'Batch' if _is_over_batch(made) else 'Time'}", made
+        if kind in ("Mean", "Sum", "Div", "Mul", "Add", "Neg"):
             nodes += children[: _MAX_NODES - len(nodes)]
     return None
 

@@ -107,7 +107,7 @@ _LINKS: tuple[tuple[str, Callable[[Finding, Finding, _Seen], bool], tuple[str, .
     ("not_optimized", _is_same, ("unchanged", "no_gradient", "dead")),
     ("not_optimized", _is_unoptimized, ("loss",)),
     ("initialisation", _is_near, ("saturated", "dead", "dead_units", "vanishing", "exploding", "no_gradient")),
-    ("data", _is_later, ("overfitting", "spike", "jump", "loss", "dead", "outlier_rank", "no_gradient")),
+    ("data", _is_later, ("overfitting", "spike", "jump", "loss", "dead", "outlier_rank", "no_gradient", "vanishing")),
     ("loss_argument", _is_of_root, ("loss", "saturated", "vanishing", "dead", "update")),
     ("evaluation_mode", _is_later, ("overfitting", "evaluation_output")),
     ("evaluation_output", _is_later, ("overfitting",)),

@@ -20,10 +20,12 @@ _KINDS = ("Dropout", "Norm")
 _FUNCTIONS = {
     "LogSoftmax": "the log_softmax of the loss, as of cross_entropy,", "NllLoss": "nll_loss", "NllLoss2D": "nll_loss",
     "BinaryCrossEntropyWithLogits": "binary_cross_entropy_with_logits", "CtcLoss": "ctc_loss", "KlDiv": "kl_div",
+    "SoftLabels": "the cross-entropy of soft labels",
 }  # fmt: skip
 _OF_LOG_PROBABILITIES = {
     "NllLoss": "give nll_loss the log_softmax of the last layer's output over the classes, or use cross_entropy",
     "CtcLoss": "give ctc_loss the log_softmax of the last layer's output over the classes, as [time, batch, classes]",
+    "SoftLabels": "take the log_softmax of the outputs over the classes",
     "KlDiv": "give kl_div the log_softmax of the outputs, and probabilities as the target",
 }
 _BROADCAST = "the loss compares each output with all labels of the batch, because their shapes are broadcast"

@@ -224,6 +224,10 @@ def _ctc(values: torch.Tensor) -> torch.Tensor:
     return nn.functional.ctc_loss(values, torch.tensor([[1, 2]]), torch.tensor([8]), torch.tensor([2]))
 
 
+def _soft(values: torch.Tensor, dim: int) -> torch.Tensor:
+    return -(torch.rand(values.shape) * values.log_softmax(dim)).sum(1).mean()
+
+
 def _divergence_of_rows(values: torch.Tensor, dim: int, *, is_transposed: bool = False) -> torch.Tensor:
     logits = nn.functional.linear(values.view(2, 4, 5), torch.ones(6, 5)) / 2
     logits = logits.transpose(1, 2) if is_transposed else logits
@@ -260,6 +264,10 @@ def _divergence(values: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
         (lambda y, c: _divergence(y.softmax(1), c) + y.square().mean(), "kl_div expects log-probabilities, and gets"),
         (lambda y, c: _divergence(y.log_softmax(1), c), ""),
         (lambda y, c: _divergence(y.log_softmax(0), c), "gets a log_softmax over the samples of the batch"),
+        (lambda y, c: _soft(y, 0), "the cross-entropy of soft labels expects log-probabilities, and gets a log_soft"),
+        (lambda y, c: _soft(y, 1), ""),
+        (lambda y, c: _soft(y @ y.T, 0), ""),
+        (lambda y, c: nn.functional.cross_entropy(y, torch.rand(8, 5).softmax(1)), ""),
         (lambda y, c: _divergence_of_rows(y, 1), "gets a log_softmax over the time or the batch, and not over"),
         (lambda y, c: _divergence_of_rows(y, -1), ""),
         (lambda y, c: _divergence_of_rows(y, 1, is_transposed=True), ""),
