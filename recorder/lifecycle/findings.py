@@ -24,6 +24,7 @@ from ..checks.rules.curves import Jump, Spike
 from ..format.rundir import STATUS
 from ..sites import SITE_OF
 from ..system import log
+from ..system.text import counted
 
 MAX_RANKS = 64
 """The most other ranks whose findings are read for the last line."""
@@ -83,6 +84,13 @@ class LiveFindings:
         for rule, found in self._found.items():
             self._found[rule] = [one for one in found if revised(one).severity > Severity.NOTE]
 
+    def told(self, one: Finding) -> str:
+        """Return a finding in words, with the number of further modules of which its rule says the same."""
+        found = (*self._of_program, *self._found.get(one.rule, ()))
+        alike = {(other.root, other.module_path) for other in found if (other.rule, other.what) == (one.rule, one.what)}
+        num = len(alike - {(one.root, one.module_path)})
+        return one.told(has_models=self.has_models) + f" (and in {counted(num, 'more module')})" * bool(num)
+
     def _is_noted(self, finding: Finding) -> bool:
         return bool(self._uneven) and finding.root in ("", *self._uneven) and finding.rule in _OF_SUMS
 
@@ -128,8 +136,7 @@ class LiveFindings:
     def say(self) -> None:
         """Log the first finding of each rule."""
         while self._unsaid and log.can_say(_logger):
-            told = self._unsaid.pop(0).told(has_models=self.has_models)
-            log.say(_logger, logging.WARNING, "rank %d: %s", self.rank, told)
+            log.say(_logger, logging.WARNING, "rank %d: %s", self.rank, self.told(self._unsaid.pop(0)))
 
 
 def worst_of_others(

@@ -320,7 +320,7 @@ class Recording:
         """Return the worst finding of this rank, or else of another rank. If this rank has a NaN, return both."""
         findings, bad = self._ring.findings, self.capture.nonfinite.first
         worst = findings.worst
-        told = "" if worst is None else worst.told(has_models=findings.has_models)
+        told = "" if worst is None else findings.told(worst)
         if self.world_size == 1 or (worst is not None and bad is None):
             return told
         own = findings.for_status(bad)

@@ -56,7 +56,7 @@ def facts_of(module: RecordedModule) -> Iterator[str]:
         yield f"a new {module.optimizer_anew} makes each update, seen at step {module.optimizer_anew_since}"
     if module.untrained:
         names = dict.fromkeys(name.partition("[")[0] + "[...]" * ("[" in name) for name in module.untrained)
-        yield f"no optimizer that steps has {listed(names)}, since step {module.untrained_since or 0}"
+        yield f"in no optimizer that steps: {listed(names)}, since step {module.untrained_since or 0}"
     if module.frozen:
         yield f"frozen: {listed(module.frozen)}"
     if module.batch_as_time is not None:

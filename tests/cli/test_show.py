@@ -76,7 +76,7 @@ def test_what_the_program_does_with_a_module_is_said(cli: Cli, tmp_path: Path) -
         "drop": ["in evaluation mode while the model is trained, since step 73", "called without gradients"],
         "plain": [],
         "up": [
-            "no optimizer that steps has weight, since step 16", "frozen: bias", "gradients not cleared, since step 1",
+            "in no optimizer that steps: weight, since step 16", "frozen: bias", "gradients not cleared, since step 1",
         ],
     }  # fmt: skip
     found = cli("show", tmp_path / "run", "--json").json["modules"]

@@ -77,7 +77,9 @@ def test_a_fault_of_the_program_is_said_while_it_trains_and_at_its_end(
     assert {one.rule for one in found} == {rule}
     at_end, before = lines[lines.index("done") + 1 :], lines[: lines.index("done")]
     (said,) = (one for one in before if one.startswith("rank 0: "))
-    assert said.removeprefix("rank 0: ") in [one.text for one in found]
+    text, _, others = said.removeprefix("rank 0: ").partition(" (and in ")
+    assert text in [one.text for one in found]
+    assert others == ("1 more module)" if rule == "evaluation_mode" else "")
     summary, following = at_end[-2:]  # on a slow machine, the estimate of the bytes may come late
     assert said.replace("rank 0: ", "; ") + "; nothing dropped" in summary
     assert following.startswith("next: recorder check ")

@@ -473,6 +473,9 @@ def _parts(run: Run, checked: Checked, typed: str, *, is_verbose: bool) -> Itera
                 yield f"{_INDENT}{words}: {_listed([f'{other.worst.rule} at {_place(other)}' for other in some])}"
     if len(told) > MAX_FINDINGS:
         yield f"{_INDENT}and {len(told) - MAX_FINDINGS} more findings; --json has all"
+    if told and run.has_models:
+        classes = [f"{root} ({one.class_name})" for (root, path), one in run.modules.items() if not path]
+        yield f"models: {listed(classes)}"
     reasons = {} if run.lost and not is_verbose else _reasons(checked.unjudged)  # no other rules would have helped
     if is_verbose or len(reasons) == 1:
         yield from (f"not judged: {', '.join(names)}: {why}" for why, names in reasons.items())
@@ -570,7 +573,7 @@ def where_of(one: JoinedFindings) -> dict[str, str]:
 def command_of(typed: str, one: JoinedFindings) -> str:
     """Return the command that shows the numbers of a finding. Empty if the finding does not concern a value."""
     worst = one.worst
-    if not worst.site:
+    if not worst.site or worst.rule == LossArgument.name:  # no value shows what a loss was given
         return ""
     if worst.rule == Replica.name:
         return shlex.join(["recorder", "first", typed])
@@ -586,7 +589,8 @@ def command_of(typed: str, one: JoinedFindings) -> str:
     words += ["--name", worst.name] if is_by_name and len(one.names) == 1 else []
     first, stride = max(worst.first_step - 5, 0), ""
     if worst.rule == LossStuck.name:  # the loss of the whole run is judged
-        first, stride = 0, f":{max((worst.step + 2) // _SHOWN_LOSSES, 1)}"
+        every = max((worst.step + 2) // _SHOWN_LOSSES, 1)
+        first, stride = worst.step % every, f":{every}"
     words += ["--step", f"{first}:{worst.step + 2}{stride}"] if worst.step >= 0 else []
     reads_probe = worst.rule == NonFinite.name or not worst.measure  # the probe has the healthy steps before a NaN
     reads_probe |= any(rule.reads_probe for rule in RULES if rule.name == worst.rule)

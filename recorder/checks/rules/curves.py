@@ -329,7 +329,10 @@ class Recent:
         for rows in self._kept:
             start, end = np.searchsorted(rows.steps, [one.step - _KEPT_STEPS, one.step + 1])
             near = rows.take(slice(start, end))
-            parts.append(near.take((near.ranks == rank) & ~near.at("scalar") & ~np.isnan(near.rms) & (near.rms > 0)))
+            # A single number that the model returns is the loss, or a part of it.
+            is_loss = near.where("of the model", lambda key: key.site == "output" and not key.module_path)
+            is_other = (near.ranks == rank) & ~near.at("scalar") & ~(is_loss & (near["numel"] == 1))
+            parts.append(near.take(is_other & ~np.isnan(near.rms) & (near.rms > 0)))
         rows = concatenate(parts)
         if not len(rows):
             return ""

@@ -132,7 +132,8 @@ class Data(CheckRule):
     def finish(self) -> Iterator[Finding]:
         """Yield the held findings that no later record contradicts."""
         yield from self._in_order()
-        yield from self._sorted()
+        are_sorted = dict(self._sorted())
+        yield from are_sorted.values()
         of_lane = [(self.catalog.key_of(lane).root, rank) for lane, rank in enumerate(self.catalog.rank_of.tolist())]
         changed = {one for lane, one in enumerate(of_lane) if self._num_new.of(lane) > 1}
         full = {of_lane[lane] for lane, one in self._held if one.what == _AGAIN} - changed
@@ -140,6 +141,7 @@ class Data(CheckRule):
             root = self.catalog.modules.get((of_lane[lane][0], ""))
             is_void = one.what == _SAME_LABELS and (of_lane[lane] in full or self._numbered.of(lane) == 1)
             is_void |= one.what == _SAME_LABELS and self._reordered.of(lane) > one.first_step
+            is_void |= one.what.startswith(_ONE_CLASS) and lane in are_sorted
             is_void |= one.what in (_ONE_CLASS, ALL_IGNORED) and self._mixed.of(lane) > one.first_step
             given = None if root is None else root.given_again
             is_kept = given is not None and (of_lane[lane] not in changed or given <= one.first_step)
@@ -177,8 +179,8 @@ class Data(CheckRule):
                 one = self._in_a_row(lane, int(steps[-1]), what, num, "repeats", since)
                 yield one._replace(severity=Severity.NOTE, advice=_IN_ORDER)
 
-    def _sorted(self) -> Iterator[Finding]:
-        """Report labels that are sorted: most batches have one class, which is another one after some batches."""
+    def _sorted(self) -> Iterator[tuple[int, Finding]]:
+        """Yield labels that are sorted: most batches have one class, which is another one after some batches."""
         for lane, (first, pieces) in self._classes.items():
             classes = np.concatenate(pieces)
             ends = np.flatnonzero(np.diff(np.nan_to_num(classes, nan=-1.0), append=-2.0))
@@ -188,7 +190,7 @@ class Data(CheckRule):
             if len(classes) >= self.thresholds["repeats"] and share >= _MOST and len(set(filled.tolist())) > 1:
                 what = f"the samples are sorted: most batches ({share:.0%}) have labels of one class alone"
                 one = self.finding(lane, first + len(classes) - 1, what, "", 0.0, 0.0, since=first)
-                yield one._replace(advice=_SHUFFLE)
+                yield lane, one._replace(advice=_SHUFFLE)
 
     def _is_shuffled(self, lane: int, since: int) -> bool:
         """Return whether all records from a step on had the elements of the record before in another order."""

@@ -196,8 +196,8 @@ class EvaluationMode(_ProgramRule):
             whole = self.catalog.modules.get((root, ""))
             is_whole = whole is not None and whole.evaluated is not None
             is_odd = is_whole or len(steps) < len(modules)
-            what = "the module is in evaluation mode while the model is trained"
-            what += ", as all modules are" if is_whole else "" if is_odd else ", as all of its kind are"
+            what = f"the module{', as the whole model,' * is_whole} is in evaluation mode while the model is trained"
+            what += "" if is_odd else ", as all of its kind are"
             for module, step in steps.items():
                 # The first updates are looked at, and that at which the whole model has this mode; else one in 16.
                 is_first = step < 3 or (whole is not None and whole.evaluated == step)
