@@ -147,6 +147,7 @@ class Capture:
         """Called with the probe's numbers of each finished step. Must be set before the first value is recorded."""
         self.scalars = Scalars(self, self.roots)
         self.add_evaluation: Callable[[Any, str], None] = self.scalars.add_evaluation
+        self.returned: Callable[[str, str, Any], None] = self.scalars.returned
         self.taps_by_hand = TapsByHand(self, self.roots, self.objectives)
         self.rule_commands = RuleCommands(
             settings.rules, selection=self.selection, clock=self.clock, roots=self.roots, taps=self.tap_rows

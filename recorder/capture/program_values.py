@@ -42,6 +42,8 @@ _MAX_LOSSES = 64
 """The most losses of one step that are kept until the step ends."""
 _SURE = 16
 """How often the loss of one place in a step must have been that of one model before it is taken for granted."""
+_MAX_FACTORS = 4
+"""The most nodes from a backward's first one to the loss that a model has returned."""
 _MAX_NAME_LENGTH = 1_024
 """The most letters of a scalar's name. A reader rejects a batch with a longer name as damaged."""
 _FOUND = {LOSS: '{"found":"backward"}', EVALUATION_LOSS: '{"found":"evaluation"}'}
@@ -94,6 +96,11 @@ class Scalars:
         """The keys of `_roots_of_losses` of the losses that were found since the last update among several models."""
         self._num_losses = 0
         """How many losses of this step were found."""
+        self._returned: dict[tuple[str, int], str | None] = {}
+        """By root and number of a node, the name of a number that the root has returned in training since the last
+        backward. None if the node has made several."""
+        self._names_of_losses: dict[str, str] = {}
+        """By root, the name at which it returns its loss."""
         self._evaluations: dict[str, tuple[int, int, torch.Tensor, int]] = {}
         """By root, the evaluation that is under way: its step, keep bits, and the mean and number of its losses."""
         self._is_validation_given = False
@@ -169,12 +176,32 @@ class Scalars:
         if not self._waits_for_loss:
             self.record_losses()
 
+    def returned(self, root_name: str, name: str, node: Any) -> None:
+        """Take the node of a single number that a model has returned: the next backward may begin there."""
+        if root_name not in self._names_of_losses and len(self._returned) < _MAX_LOSSES:
+            key = root_name, node._sequence_nr()
+            self._returned[key] = None if key in self._returned else name
+
+    def backward_begins(self, node: Any) -> None:
+        """Learn at which name a model returns its loss, from the node at which a backward begins."""
+        for _ in range(_MAX_FACTORS if self._returned else 0):
+            number = node._sequence_nr()
+            for (root_name, known), name in self._returned.items():
+                if known == number and name is not None:
+                    self._names_of_losses[root_name] = name
+            children = _children(node)
+            if len(children) != 1 or _kind(node) not in ("Mul", "Div"):  # by the number of micro-batches, or a scale
+                break
+            node = children[0]
+        self._returned.clear()
+
     def add_evaluation(self, output: Any, root_name: str) -> None:
         """Take the loss from a model's output in an evaluation, to record the mean over the evaluation."""
         try:
             if self._is_validation_given or not (keep := self._keep_of_scalar(EVALUATION_LOSS)):
                 return
-            loss = next((leaf for name, leaf in tensor_leaves(output) if name == "loss"), None)
+            names = ("loss", self._names_of_losses.get(root_name))
+            loss = next((leaf for name, leaf in tensor_leaves(output) if name in names), None)
             if not _may_be_loss(loss) or is_traced() or in_functorch() or (local := _local_loss(loss)) is None:
                 return
             step, keep, mean, num = self._evaluations.get(root_name, (self.capture.clock.step, keep, 0.0, 0))
@@ -371,6 +398,7 @@ class LossFinder:
                 unscaled = (loss for result, loss in self._scaled if result() is tensor)
                 self._scalars.add_loss(next(unscaled, tensor))
                 if tensor.grad_fn is not None and not self._capture.is_in_stage:
+                    self._scalars.backward_begins(tensor.grad_fn)
                     self._look_at_graph(tensor.grad_fn)
         self._scaled = []
 

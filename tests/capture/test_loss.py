@@ -173,6 +173,37 @@ def test_the_mean_loss_of_an_evaluation_is_a_scalar_and_changes_nothing(
     ]
 
 
+class Pair(WithLoss):
+    """A model that returns a pair in which no name says what is the loss, with a number that is none."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        found = super().forward(x)
+        return found["logits"], (found["loss"].square(), found["loss"])
+
+
+@pytest.mark.parametrize("divisor", [1.0, 4.0])
+def test_the_loss_of_an_evaluation_stands_where_that_of_the_training_was(
+    tmp_path: Path, model: nn.Module, divisor: float
+) -> None:
+    outer, found = Pair(model), []
+    optimizer = torch.optim.SGD(outer.parameters(), lr=0.1)
+    with recorder.attach(outer, enabled=True, dir=str(tmp_path), rules=RULES):
+        for _ in range(3):
+            for step in range(2):
+                _, (_, loss) = outer(inputs(step))
+                loss = loss / divisor
+                (2 * loss).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            outer.eval()
+            with torch.no_grad():
+                found.append(float(sum(outer(inputs(step))[1][1] for step in range(2)) / 2))
+            outer.train()
+    assert losses(tmp_path, "eval_loss") == [
+        (2 * epoch + 1, 0, pytest.approx(loss)) for epoch, loss in enumerate(found)
+    ]
+
+
 def test_a_loss_without_gradients_in_training_mode_is_no_evaluation(tmp_path: Path, model: nn.Module) -> None:
     def peek(model: nn.Module) -> float:
         with torch.no_grad():

@@ -53,6 +53,8 @@ class CaptureForHooks(Protocol):
     lost: Callable[[], object]
     """The function that counts a value as lost. It needs no stack and no memory."""
     add_evaluation: Callable[[Any, str], None]
+    returned: Callable[[str, str, Any], None]
+    """Takes the root, the name and the node of a single number that a model has returned in training."""
 
     @property
     def is_step_in_force(self) -> bool: ...

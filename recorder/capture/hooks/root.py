@@ -502,7 +502,9 @@ class Root:
         if current is not None and current.moment.micro_step is None:
             return  # the call was a trial run of a pipeline stage
         if current is not None and torch.is_grad_enabled():
-            for _, tensor in tree.tensor_leaves(output):
+            for name, tensor in tree.tensor_leaves(output):
+                if not tensor.dim() and tensor.grad_fn is not None:
+                    self.capture.returned(self.name, name, tensor.grad_fn)
                 if not current.has_gradient and requires_gradient(tensor):
                     with torch._C.DisableTorchFunctionSubclass():
                         handle = tensor.register_hook(GradientSeen(self.clock, current))
