@@ -1191,6 +1191,15 @@ def test_a_tanh_at_its_ends_is_named_and_another_module_of_such_values_is_not() 
     assert {one.module_path for one in said(recorded, Saturated)} == {"tanh", "sigmoid"}
 
 
+@pytest.mark.parametrize("recovers", [True, False])
+def test_a_sigmoid_that_leaves_its_ends_again_is_a_note(recovers: bool) -> None:
+    recorded = Recorded({"act": "Sigmoid"})
+    for step in range(20):
+        recorded.add(step, "act", np.full((4, 8), 0.5 if recovers and step > 12 else 0.001))
+    (one,) = said(recorded, Saturated)
+    assert one.severity is (Severity.NOTE if recovers else Severity.WARNING)
+
+
 @pytest.mark.parametrize(
     ("labels", "severity"),
     [

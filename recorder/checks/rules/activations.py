@@ -112,10 +112,13 @@ class Saturated(StreakRule):
         yield from super().add(rows.take(rows.at("output")))
 
     def revised(self, one: Finding) -> Finding:
-        """Make it a note where the outputs are as often 0 and 1 as the labels: a classifier is sure of its classes."""
+        """Make it a note where the outputs are as often 0 and 1 as the labels: a classifier is sure of its classes.
+
+        It is one, too, if the last output is not near the ends any more.
+        """
         lane = self._lanes.get(one)
         if lane is None or self._are_unlike.of(lane):
-            return one
+            return super().revised(one)
         return one._replace(severity=Severity.NOTE, what=f"{one.what}; the labels of the loss have the same mean")
 
     def judge(self, rows: Rows) -> tuple[Flags, Floats]:
