@@ -15,6 +15,7 @@ would wait.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 import time
@@ -44,6 +45,8 @@ _ALWAYS = ("nan_count", "inf_count", "sum_sq")
 _UNWANTED = -1
 _MAX_PROBED = 1024
 """The most steps whose numbers from the probe wait for the writer thread. Older steps are dropped."""
+_MOST_REPLICAS = 4
+"""The most models whose parameters are compared over ranks at the end. A status has room for a few."""
 _NONE = np.zeros(0)
 _MOST_DUE, _JUDGE_EVERY_S = 64, 2.0
 """Waiting steps are judged as soon as there are this many, or this many seconds after the last judgement."""
@@ -91,6 +94,8 @@ class LiveChecks:
         """The probe's numbers of steps that the writer thread has not reached yet."""
         self._probed_lanes: Integers = np.zeros(0, np.int64)
         """For each series of the probe, its lane (index on this rank); `_UNWANTED` if no rule reads the series."""
+        self._last: ProbedStep | None = None
+        """The probe's numbers of the last step that is over."""
         self._due: list[_DueStep] = []
         """The finished steps that are not judged yet, in order."""
         self._judged_s = time.monotonic()
@@ -99,6 +104,7 @@ class LiveChecks:
         """Take the probe's numbers of a step that is over. Called on the training thread."""
         if not self._is_off:
             self._probed.append(numbers)
+            self._last = numbers
 
     def saw(self, staged: Staged, measured: Measured) -> None:
         """Take the statistics of a record. The first record of a later step makes the rules judge the step before."""
@@ -132,6 +138,33 @@ class LiveChecks:
             self._judge()
         except Exception as error:  # an error here must not end the recording
             self._turn_off(error)
+
+    def replicas(self, roots: Sequence[Mapping[str, Any]], world_size: int) -> dict[str, list[Any]]:
+        """Return, for each model that DDP keeps equal on all ranks, the last step, and digests of names and of norms.
+
+        Both are of the model's parameters as the step ended. Ranks are compared if the first two and the names agree.
+        """
+        found: dict[str, list[Any]] = {}
+        for root in roots[:_MOST_REPLICAS]:
+            ranks = root.get("data_parallel") or {}
+            is_alike = ranks.get("kind") == "ddp" and len(ranks["ranks"]) == world_size and not ranks.get("joins")
+            if is_alike and not root.get("unshared") and (digests := self._digests(self._last, root["name"])):
+                found[root["name"]] = digests
+        return found
+
+    @staticmethod
+    def _digests(last: ProbedStep | None, root_name: str) -> list[Any]:
+        if last is None:
+            return []
+        numbers = zip(last.series, last.sums.tolist(), last.numels.tolist(), strict=False)
+        parameters = sorted(
+            (*one.origin[1:4], numel, total)
+            for one, total, numel in numbers
+            if one.origin.site == "param" and one.origin.root == root_name and numel
+        )
+        columns = [one[:-1] for one in parameters], [one[-1] for one in parameters]
+        digests = [hashlib.sha256(repr(column).encode()).hexdigest()[:12] for column in columns]
+        return [last.step, *digests] if parameters else []
 
     def revised(self, one: Finding) -> Finding:
         """Return a finding as its rule judges it after the last step: it may be a note."""

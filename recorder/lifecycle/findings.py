@@ -24,7 +24,7 @@ from ..checks.rules.curves import Jump, Spike
 from ..format.rundir import STATUS
 from ..sites import SITE_OF
 from ..system import log
-from ..system.text import counted
+from ..system.text import counted, listed
 
 MAX_RANKS = 64
 """The most other ranks whose findings are read for the last line."""
@@ -139,10 +139,10 @@ class LiveFindings:
             log.say(_logger, logging.WARNING, "rank %d: %s", self.rank, self.told(self._unsaid.pop(0)))
 
 
-def worst_of_others(
-    run_dir: Path, own: Sequence[Mapping[str, Any]], *, job: JobRank, world_size: int, until_s: float
-) -> str:
+def worst_of_others(run_dir: Path, own: Mapping[str, Any], *, job: JobRank, world_size: int, until_s: float) -> str:
     """Return a sentence on the worst finding of other ranks by a rule that found nothing on this rank, or "".
+
+    Parameters that DDP keeps equal and that are unlike those of this rank stand above all other findings.
 
     A value that is not finite counts if it was computed before that of this rank: a gradient brings a NaN everywhere.
     The other ranks are known by the statuses that they wrote into the folder of the run; those of other nodes may not
@@ -150,7 +150,7 @@ def worst_of_others(
 
     Args:
         run_dir: the folder of the run.
-        own: the findings in this rank's status.
+        own: `findings` and `replicas` of this rank's status.
         job: this rank and its attempt. Statuses of earlier attempts do not count.
         world_size: the number of ranks of the job. At most `MAX_RANKS` of them are read.
         until_s: a time of the monotonic clock.
@@ -166,7 +166,14 @@ def worst_of_others(
         if time.monotonic() >= until_s:
             break
         time.sleep(_LOOK_S)
-    known, words = {one["rule"]: one for one in own}, [severity.word for severity in sorted(Severity, reverse=True)]
+    for root_name, mine in own["replicas"].items():
+        pairs = ((status["rank"], status.get("replicas", {}).get(root_name)) for status in statuses)
+        apart = sorted(rank for rank, theirs in pairs if theirs and theirs[:2] == mine[:2] and theirs != mine)
+        if apart:
+            ranks = listed([str(job.rank), *map(str, apart)])
+            return f"ranks {ranks} have different parameters of {root_name} after step {mine[0]}, which DDP keeps equal"
+    known = {one["rule"]: one for one in own["findings"]}
+    words = [severity.word for severity in sorted(Severity, reverse=True)]
     bad = known.pop(_NONFINITE, None)
     found = [
         (status["rank"], one)

@@ -245,7 +245,11 @@ class Recording:
 
     def _status(self) -> dict[str, Any]:
         findings = self._ring.findings.for_status(self.capture.nonfinite.first)
-        return self._description.status(self.capture, self.commands, findings)
+        status = self._description.status(self.capture, self.commands, findings)
+        return {**status, "replicas": self._replicas()} if self._is_closed else status
+
+    def _replicas(self) -> dict[str, list[Any]]:
+        return self._ring.replicas(self._last_manifest.get("roots", ()), self.world_size)
 
     def status(self) -> dict[str, Any]:
         """Return the content of `_status.json` as of now, with run directory and counts of rows. Any thread."""
@@ -321,9 +325,10 @@ class Recording:
         findings, bad = self._ring.findings, self.capture.nonfinite.first
         worst = findings.worst
         told = "" if worst is None else findings.told(worst)
-        if self.world_size == 1 or (worst is not None and bad is None):
+        replicas = self._replicas()
+        if self.world_size == 1 or (worst is not None and bad is None and not replicas):
             return told
-        own = findings.for_status(bad)
+        own = {"findings": findings.for_status(bad), "replicas": replicas}
         others = worst_of_others(run_dir, own, job=self._topology, world_size=self.world_size, until_s=until_s)
         return "; ".join(filter(None, [others, told]))
 

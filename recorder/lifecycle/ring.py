@@ -12,9 +12,9 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..capture.core import Capture
 from ..capture.staging.pool import Pool, RingMemory
@@ -145,6 +145,10 @@ class RingWatch:
         self._look_whether_off(capture)
         commands.look()
         self._triggers.end(capture.clock.step)
+
+    def replicas(self, roots: Sequence[Mapping[str, Any]], world_size: int) -> dict[str, list[Any]]:
+        """Return what must be equal on all ranks after the last step; see `LiveChecks.replicas`."""
+        return {} if self._checks is None else self._checks.replicas(roots, world_size)
 
     def _make_memory(self, pool: Pool, window: RingWindow, writer: Writer) -> RingMemory:
         from ..write.ring import Room

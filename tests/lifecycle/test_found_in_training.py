@@ -170,6 +170,8 @@ for step in range(30):
     y = x[:, :4].argmax(-1)
     if rank == {bad_rank} and step >= 20:
         x.zero_()
+    if step == {apart_at}:
+        next(model.parameters()).data.add_(1e-3 * rank)
     optimizer.zero_grad()
     nn.functional.cross_entropy(model(x), y).backward()
     optimizer.step()
@@ -182,10 +184,20 @@ while rank == 0 and not any("closed" in one.read_text() for one in pathlib.Path(
 
 @pytest.mark.parametrize("bad_rank", [1, None])
 def test_rank_0_ends_with_what_another_rank_alone_has_found(tmp_path: Path, bad_rank: int | None) -> None:
-    (tmp_path / "train.py").write_text(RANKS.format(bad_rank=bad_rank))
+    (tmp_path / "train.py").write_text(RANKS.format(bad_rank=bad_rank, apart_at=None))
     job = jobs.torchrun(tmp_path, "--nproc-per-node", "2", "train.py", RECORDER="1", RECORDER_DIR="runs")
     lines = jobs.succeeded(job).output.splitlines()
     (summary,) = (line for line in lines if "rows of rank 0 (of 2)" in line)
     found = "rank 1: since step 20, (the model) input input: all elements of the input are zero, 3 records in a row"
     assert (f"; {found}; nothing dropped" in summary) is (bad_rank == 1)
     assert any(line.endswith(found) for line in lines if line is not summary) is (bad_rank == 1)
+
+
+def test_rank_0_ends_with_ranks_whose_parameters_are_apart(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(RANKS.format(bad_rank=None, apart_at=12))
+    job = jobs.torchrun(tmp_path, "--nproc-per-node", "2", "train.py", RECORDER="1", RECORDER_DIR="runs")
+    (summary,) = (line for line in jobs.succeeded(job).output.splitlines() if "rows of rank 0 (of 2)" in line)
+    found = "ranks 0, 1 have different parameters of model after step 29, which DDP keeps equal"
+    assert f"; {found}; nothing dropped" in summary
+    (one, *_) = recorder.check(recorder.open_run(tmp_path / "runs")).findings
+    assert (one.rule, one.ranks) == ("replica", (0, 1))
