@@ -59,8 +59,8 @@ _SHAPES_ALONE = (
     "Clone", "ToCopy", "Index", "IndexSelect",
 )  # fmt: skip
 """The kinds of nodes that change only how elements lie, or choose some."""
-_MAKE_COLUMNS = ("View", "UnsafeView", "Reshape", "ReshapeAlias", "Unsqueeze", "Transpose", "T", "Permute")
-"""The kinds of nodes with which a program makes a column, to compare each of its elements with each of a row."""
+_OUTPUTS = ("Addmm", "Slice", "Sigmoid", "Tanh", "Relu", "Softplus")
+"""The kinds of nodes that make the outputs of a model."""
 _OF_DIFFERENCES = ("MseLoss", "SmoothL1Loss", "HuberLoss")
 _NEVER_NEGATIVE = (*_OF_DIFFERENCES, "NllLoss", "NllLoss2D", "BinaryCrossEntropy", "BinaryCrossEntropyWithLogits")
 _MAX_MADE_BY = 64
@@ -97,10 +97,12 @@ class Scalars:
         self._num_losses = 0
         """How many losses of this step were found."""
         self._returned: dict[tuple[str, int], str | None] = {}
-        """By root and number of a node, the name of a number that the root has returned in training since the last
-        backward. None if the node has made several."""
-        self._names_of_losses: dict[str, str] = {}
-        """By root, the name at which it returns its loss."""
+        """By root and number of a node, the name of a number that the root has returned in training in this step. None
+        if the node has made several."""
+        self._names_of_losses: dict[str, set[str]] = {}
+        """By root, the names at which it has returned the losses of the training since the last evaluation."""
+        self._evaluated: set[str] = set()
+        """The roots that were evaluated in this step."""
         self._evaluations: dict[str, tuple[int, int, torch.Tensor, int]] = {}
         """By root, the evaluation that is under way: its step, keep bits, and the mean and number of its losses."""
         self._is_validation_given = False
@@ -113,6 +115,10 @@ class Scalars:
         if step != self._step:  # the program may have named the step that is current already
             self._step, self._num_losses = step, 0
             self._repeats.clear()
+            self._returned.clear()
+            for root_name in self._evaluated:
+                self._names_of_losses.pop(root_name, None)
+            self._evaluated.clear()
 
     def record(self, name: str, value: Any, root_name: str | None = None) -> None:
         """Record a number of this step: a float, or a tensor of one element, which is not synced.
@@ -178,7 +184,7 @@ class Scalars:
 
     def returned(self, root_name: str, name: str, node: Any) -> None:
         """Take the node of a single number that a model has returned: the next backward may begin there."""
-        if root_name not in self._names_of_losses and len(self._returned) < _MAX_LOSSES:
+        if name and len(self._returned) < _MAX_LOSSES:
             key = root_name, node._sequence_nr()
             self._returned[key] = None if key in self._returned else name
 
@@ -188,20 +194,23 @@ class Scalars:
             number = node._sequence_nr()
             for (root_name, known), name in self._returned.items():
                 if known == number and name is not None:
-                    self._names_of_losses[root_name] = name
+                    self._names_of_losses.setdefault(root_name, set()).add(name)
             children = _children(node)
-            if len(children) != 1 or _kind(node) not in ("Mul", "Div"):  # by the number of micro-batches, or a scale
-                break
+            if len(children) != 1 or _kind(node) not in ("Mul", "Div") or _is_negative(node):
+                break  # a factor above zero is the number of micro-batches, or a scale
             node = children[0]
-        self._returned.clear()
 
     def add_evaluation(self, output: Any, root_name: str) -> None:
         """Take the loss from a model's output in an evaluation, to record the mean over the evaluation."""
         try:
             if self._is_validation_given or not (keep := self._keep_of_scalar(EVALUATION_LOSS)):
                 return
-            names = ("loss", self._names_of_losses.get(root_name))
-            loss = next((leaf for name, leaf in tensor_leaves(output) if name in names), None)
+            self._evaluated.add(root_name)
+            leaves = dict(tensor_leaves(output))
+            loss = leaves.get("loss")
+            if loss is None and len(names := self._names_of_losses.get(root_name, ())) == 1:
+                loss = leaves.get(*names)
+                loss = loss if loss is not None and not loss.dim() else None
             if not _may_be_loss(loss) or is_traced() or in_functorch() or (local := _local_loss(loss)) is None:
                 return
             step, keep, mean, num = self._evaluations.get(root_name, (self.capture.clock.step, keep, 0.0, 0))
@@ -577,6 +586,8 @@ def _wrong_argument(loss: Any) -> tuple[str, Any] | None:
         return f"Neg of {_kind(negated)}", negated
     if (made := _in_divergence(loss)) is not None:
         return made
+    if (difference := _column_of_square(loss)) is not None:
+        return "Sub of Expand", difference
     nodes = [loss]
     for node in nodes:
         kind, below = _kind(node), _first_below(node)
@@ -591,10 +602,9 @@ def _wrong_argument(loss: Any) -> tuple[str, Any] | None:
         if kind in _OF_DIFFERENCES:
             sizes = [_expanded_dims(node, name) for name in ("self", "target")]
             is_crossed = sizes[0] and sizes[1] and not sizes[0] & sizes[1] and 0 in sizes[0] | sizes[1]
-            if is_crossed or ({1} in sizes and set() in sizes and _is_square(_shape_of(below))):
+            is_alone = node.next_functions[1:] == ((None, 0),) and below is not None and _kind(below) == "Expand"
+            if is_crossed or (is_alone and sizes == [{1}, set()] and _is_square(_shape_of(below))):
                 return f"{kind} of Expand", node
-        if kind == "Sub" and _is_column_of_square(node):
-            return "Sub of Expand", node
         nodes += _children(node)[: _MAX_NODES - len(nodes)]
     return None
 
@@ -609,18 +619,34 @@ def _is_square(shape: tuple[int, ...]) -> bool:
     return len(shape) == 2 and shape[0] == shape[1] >= _LEAST_OF_ROW
 
 
-def _is_column_of_square(node: Any) -> bool:
-    """Return whether a difference is [n, n], of outputs [n, 1] that no program has shaped so, and of a constant."""
-    children, shape = _children(node), _shape_of(node)
-    is_lone = len(children) == 1 and len(node.next_functions) == 2 and _kind(children[0]) not in _MAKE_COLUMNS
-    return is_lone and _is_square(shape) and _shape_of(children[0]) == (shape[0], 1)
+def _column_of_square(loss: Any) -> Any:
+    """Return the node of a difference [n, n] of a layer's outputs [n, 1] and a constant, of which a loss is the mean.
+
+    Return None without one. Other functions of such a difference, such as its least element, compare all with all on
+    purpose.
+    """
+    nodes = [loss]
+    for node in nodes:
+        kind, children, shape = _kind(node), _children(node), _shape_of(node)
+        if kind == "Sub" and len(children) == 1 and len(node.next_functions) == 2 and _is_square(shape):
+            if _kind(children[0]) in _OUTPUTS and _shape_of(children[0]) == (shape[0], 1):
+                return node
+        elif kind in ("Mean", "Sum", "Pow", "Abs", "Div", "Add", "Sqrt") or (kind == "Mul" and len(set(children)) == 1):
+            nodes += children[: _MAX_NODES - len(nodes)]
+    return None
 
 
 def _is_over_batch(node: Any) -> bool:
     """Return whether a node is a log_softmax of [N, C] over N. A square of similarities, [N, N], has no classes."""
     made = _saved(node, "result") if _kind(node) == "LogSoftmax" else None
-    is_of_classes = made is not None and made.dim() == 2 and made.shape[0] != made.shape[1]
+    is_of_classes = made is not None and made.dim() == 2 and made.shape[0] != made.shape[1] > 1
     return is_of_classes and _dim_of(node) in (0, -2)
+
+
+def _is_of_layer(node: Any) -> bool:
+    """Return whether a node gets what a linear layer with a bias returned, and no similarities of samples."""
+    below = _first_below(node)
+    return below is not None and _kind(below) == "Addmm" and hasattr(_first_below(below), "variable")
 
 
 def _is_beside_classes(node: Any) -> bool:
@@ -632,7 +658,7 @@ def _is_beside_classes(node: Any) -> bool:
         return False
     linear = _first_below(below)
     is_linear = linear is not None and _kind(linear) in ("Addmm", "Mm") and _shape_of(linear)[1:] == made.shape[-1:]
-    return is_linear and _dim_of(node) not in (-1, made.dim() - 1)
+    return is_linear and made.shape[_dim_of(node)] < made.shape[-1]  # scores of few places are compared over the places
 
 
 def _is_over_time(node: Any, loss: Any) -> bool:
@@ -660,9 +686,11 @@ def _in_divergence(loss: Any) -> tuple[str, Any] | None:
         made = children[0] if kind == "Mul" and len(children) == 1 else None
         if made is not None and _kind(made) in ("Softmax", "Sigmoid") and function == "KlDiv":
             return f"KlDiv of {_kind(made)}", made
-        if made is not None and (_is_over_batch(made) or _is_beside_classes(made)):
-            return f"{function} of {'Batch' if _is_over_batch(made) else 'Time'}", made
-        if kind in ("Mean", "Sum", "Div", "Mul", "Add", "Neg"):
+        if made is not None and _is_over_batch(made) and (function == "KlDiv" or _is_of_layer(made)):
+            return f"{function} of Batch", made
+        if made is not None and _is_beside_classes(made):
+            return f"{function} of Time", made
+        if kind in ("Mean", "Sum", "Div", "Add", "Neg") or (kind == "Mul" and len(children) == 1):
             nodes += children[: _MAX_NODES - len(nodes)]
     return None
 
@@ -681,11 +709,16 @@ def _negated(loss: Any) -> Any:
             return node if is_negative else None
         if len(children) != 1 or kind not in ("Neg", "Mul", "Div", "Mean", "Sum", *_SHAPES_ALONE):
             return None
-        factor = _saved(node, "other") if kind in ("Mul", "Div") else None
-        # A number is saved as a tensor in host memory. A tensor of a device, as of a GradScaler, is not waited for.
-        is_negative ^= kind == "Neg" or (factor is not None and factor.is_cpu and bool((factor < 0).all()))
+        is_negative ^= kind == "Neg" or (kind in ("Mul", "Div") and _is_negative(node))
         node = children[0]
     return None
+
+
+def _is_negative(node: Any) -> bool:
+    """Return whether the factor of a product is a number below zero, or all of its elements are."""
+    factor = _saved(node, "other")
+    # A number is saved as a tensor in host memory. A tensor of a device, as of a GradScaler, is not waited for.
+    return factor is not None and factor.is_cpu and bool((factor < 0).all())
 
 
 def _expanded_dims(node: Any, name: str) -> set[int]:

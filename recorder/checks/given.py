@@ -126,11 +126,16 @@ class OtherData:
     def __init__(self) -> None:
         self._courses: dict[tuple[int, str], Course] = {}
         """By input on the lowest rank, the course of its number of elements, and that of the size of its labels."""
+        self._ranks: dict[str, int] = {}
+        """By model, the lowest rank on which it has inputs."""
         self._changes: list[tuple[str, int, str]] = []
         """Of each change, the model, the step and the words."""
 
     def add(self, rows: Rows) -> None:
-        rows = rows.take(rows.where("batch", is_of_batch) & (rows.ranks == rows.catalog.rank_of.min()))
+        rows = rows.take(rows.where("batch", is_of_batch))
+        rows = rows.take(
+            np.isin(rows.lanes, [lane for lane in np.unique(rows.lanes).tolist() if self._is_first(rows, lane)])
+        )
         if not len(rows):
             return
         lanes, steps, numels = _sums(rows, rows["numel"])
@@ -143,6 +148,10 @@ class OtherData:
                 of_classes = f"{what} are of other classes: the root mean square of their numbers is {{1}}, not {{0}}"
                 with np.errstate(all="ignore"):
                     self._follow(key.root, (lane, of_classes), steps[at], np.sqrt(squares[at] / numels[at]))
+
+    def _is_first(self, rows: Rows, lane: int) -> bool:
+        rank = int(rows.catalog.rank_of[lane])
+        return self._ranks.setdefault(rows.catalog.key_of(lane).root, rank) == rank
 
     def as_note(self, one: Finding) -> Finding:
         """Make a leap a note if other data came just before it and stayed, as in a curriculum or with a new task."""

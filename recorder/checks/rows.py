@@ -108,8 +108,8 @@ class ModuleFacts(NamedTuple):
     """Of the first module: whether a loss was the sum of losses of several labels."""
     has_uneven_calls: bool = False
     """Of the first module: whether the number of calls before a backward varies, as the length of an episode."""
-    has_one_batch: bool = False
-    """Of the first module: whether there were data loaders at the first call, each with one batch alone."""
+    whole_sets: tuple[int, ...] = ()
+    """Of the first module: the numbers of samples of the data loaders that gave all their samples in one batch."""
     rates: Mapping[str, str] = MappingProxyType({})
     """For each parameter of an optimizer, the scalar that records its learning rate."""
 

@@ -116,8 +116,8 @@ class RecordedModule:
     """Of the first module: whether a loss was the sum of losses of several whole-numbered labels."""
     has_uneven_calls: bool = False
     """Of the first module: whether the number of calls before a backward varies by a factor of two and more."""
-    has_one_batch: bool = False
-    """Of the first module: whether there were data loaders at the first call, each with one batch alone."""
+    whole_sets: tuple[int, ...] = ()
+    """Of the first module: the numbers of samples of the data loaders that gave all their samples in one batch."""
     uncleared: int | None = None
     """The first step seen to add a gradient of the module to the previous step's."""
     optimizer_anew: str = ""
@@ -207,7 +207,7 @@ class RecordedRoot:
 def _ranks(members: Members | None) -> ParallelRanks | None:
     if members is None:
         return None
-    return ParallelRanks(**members.plain(ParallelRanks), ranks=members.ranks("ranks", MAX_RANKS, _MAX_RANK))
+    return ParallelRanks(**members.plain(ParallelRanks, "ranks"), ranks=members.ranks("ranks", MAX_RANKS, _MAX_RANK))
 
 
 def _stage(members: Members | None) -> Stage | None:
@@ -380,7 +380,7 @@ class RingDump:
         missed = members.raw.get("missed")
         steps = [step for step in missed if type(step) is int and step >= 0] if isinstance(missed, list) else []
         return cls(
-            **members.plain(cls, "num_rows", "num_bytes", "num_missed"),
+            **members.plain(cls, "num_rows", "num_bytes", "missed", "num_missed"),
             num_rows=members.count("rows"),
             num_bytes=members.count("bytes"),
             missed=tuple(steps),

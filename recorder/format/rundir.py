@@ -288,6 +288,10 @@ class Members:
     def texts(self, key: str) -> tuple[str, ...]:
         return tuple(self._chosen(key, lambda one: isinstance(one, str), "a list of texts"))
 
+    def counts(self, key: str) -> tuple[int, ...]:
+        expected = "a list of whole numbers, none negative"
+        return tuple(self._chosen(key, lambda one: type(one) is int and 0 <= one < 1 << 63, expected))
+
     def counts_of(self, key: str) -> dict[str, int]:
         """Return the counts inside the object `key`, by name. Counts of 0 are left out."""
         inner = self.inner(key)
@@ -368,6 +372,7 @@ _READERS: dict[Any, tuple[Callable[[Members, str], Any], Any]] = {
     "bool | None": (Members.optional_flag, None),
     "float": (Members.number, 0.0),
     "tuple[str, ...]": (Members.texts, ()),
+    "tuple[int, ...]": (Members.counts, ()),
     "Mapping[str, str]": (Members.texts_of, {}),
 }
 """For each type annotation of a field: the function that reads it from JSON, and its default."""

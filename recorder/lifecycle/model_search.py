@@ -130,10 +130,10 @@ def collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-def model_around(module: nn.Module, *, of_any: bool = False) -> tuple[nn.Module, list[Optimizer], bool]:
+def model_around(module: nn.Module, *, of_any: bool = False) -> tuple[nn.Module, list[Optimizer], list[int]]:
     """Return the outermost live model around `module`, or `module` itself, and the list of all live optimizers.
 
-    The third value is whether there are data loaders, each of which has one batch, so that a step sees all samples.
+    The third value has the numbers of samples of data loaders, each of which gives all its samples in one batch.
 
     The model must be completely trained: if optimizers have only some of its trainable parameters, it may hold another
     rank's stage. In a process without other ranks, it is enough that optimizers train one of the model's parameters
@@ -143,7 +143,7 @@ def model_around(module: nn.Module, *, of_any: bool = False) -> tuple[nn.Module,
     Transparent wrappers change no path and are skipped.
     """
     if isinstance(module, torch.jit.ScriptModule):
-        return module, find_live(), False
+        return module, find_live(), []
     optimizers: list[Optimizer] = []
     trained: set[int] = set()
     holders: dict[int, list[Any]] = {}
@@ -160,9 +160,9 @@ def model_around(module: nn.Module, *, of_any: bool = False) -> tuple[nn.Module,
         elif not isinstance(item, torch.jit.ScriptModule):
             for child in vars(item).get("_modules", {}).values():
                 holders.setdefault(id(child), []).append(item)
-    has_one_batch = bool(loaders) and all(map(_has_one_batch, loaders))
+    whole_sets = sorted({num for loader in loaders if (num := _whole_set(loader)) is not None})
     if not trained and not of_any:
-        return module, optimizers, has_one_batch
+        return module, optimizers, whole_sets
     others = trained.difference(map(id, module.parameters())) if topology.read().world_size == 1 else set()
 
     def is_model(holder: nn.Module) -> bool:
@@ -179,14 +179,22 @@ def model_around(module: nn.Module, *, of_any: bool = False) -> tuple[nn.Module,
                 around[id(holder)] = holder
                 waiting.append(holder)
     model = tree.unwrapped(outermost[0])[-1] if len(outermost) == 1 else module
-    return module if model is tree.unwrapped(module)[-1] else model, optimizers, has_one_batch
+    return module if model is tree.unwrapped(module)[-1] else model, optimizers, whole_sets
 
 
-def _has_one_batch(loader: Any) -> bool:
-    try:
-        return len(loader) == 1
-    except Exception:  # a data set without a length, or anything that its own code raises
-        return False
+def _whole_set(loader: Any) -> int | None:
+    """Return the number of samples of a data loader that gives all of them in one batch. None for any other loader.
+
+    No code of the program runs here: its own data sets and samplers are not asked.
+    """
+    data = sys.modules["torch.utils.data"]
+    is_plain = type(loader) is data.DataLoader and type(loader.dataset) is data.TensorDataset
+    is_plain = is_plain and type(loader.batch_sampler) is data.BatchSampler
+    if not is_plain or type(loader.sampler) not in (data.SequentialSampler, data.RandomSampler):
+        return None
+    first = next(iter(loader.dataset.tensors), None)
+    num = first.shape[0] if type(first) is torch.Tensor else 0
+    return num if isinstance(loader.batch_size, int) and 0 < num <= loader.batch_size else None
 
 
 def unmatched_rules(rules: Sequence[Rule], model: nn.Module) -> list[str]:

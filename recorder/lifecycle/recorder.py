@@ -169,7 +169,7 @@ class Recorder:
         capture = self.capture
         if capture is not None and (root := capture.root_of(module)) is not None:
             return root
-        model, optimizers, has_one_batch = model_around(module, of_any=self.settings.roots == "any")
+        model, optimizers, whole_sets = model_around(module, of_any=self.settings.roots == "any")
         if capture is None:
             self._stop_for_rules(model)
             self._early.live = optimizers  # `_start` takes the optimizers, without another scan of all objects
@@ -180,8 +180,8 @@ class Recorder:
                 self.recording.optimizers.rescan()
             return root
         root = self.add_root(model, None)
-        if has_one_batch:
-            root.inventory.note_one_batch()
+        if whole_sets:
+            root.inventory.note_whole_sets(whole_sets)
         return root
 
     def _stop_for_rules(self, module: nn.Module) -> None:

@@ -199,26 +199,54 @@ def test_the_manifest_says_if_the_model_was_always_given_one_tensor(tmp_path: Pa
     assert (module.given_again is not None) is is_kept
 
 
-@pytest.mark.parametrize(("sizes", "is_said"), [((8,), True), ((8, 8), True), ((8, 4), False), ((), False)])
-def test_the_manifest_says_if_the_loaders_have_one_batch(tmp_path: Path, sizes: tuple[int, ...], is_said: bool) -> None:
+@pytest.mark.parametrize(
+    ("loader", "sets"),
+    [
+        ("DataLoader(data, batch_size=8)", (8,)),
+        ("DataLoader(data, batch_size=9, shuffle=True)", (8,)),
+        ("DataLoader(data, batch_size=4)", ()),
+        ("DataLoader(Own(), batch_size=8)", ()),
+        ("DataLoader(data, batch_sampler=Batches())", ()),
+        ("[data[:]] * 3", ()),
+    ],
+)
+def test_the_manifest_says_which_loaders_give_all_samples_in_one_batch(
+    tmp_path: Path, loader: str, sets: tuple[int, ...]
+) -> None:
+    """No code of the program is run for this."""
     program = f"""
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+class Own(Dataset):
+    num_asked = 0
+    def __len__(self):
+        Own.num_asked += 1
+        return 8
+    def __getitem__(self, index):
+        return torch.ones(4),
+
+class Batches:
+    def __iter__(self):
+        return iter([[0, 1]])
+    def __len__(self):
+        raise SystemExit(3)
 
 data = TensorDataset(torch.randn(8, 4))
-loaders = [DataLoader(data, batch_size=size) for size in {sizes}]
+loader = {loader}
 model = nn.Linear(4, 2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for _ in range(3):
-    for x, in loaders[0] if loaders else [data[:]]:
-        model(x).square().mean().backward()
-        optimizer.step()
+for x, in iter(loader):
+    before = Own.num_asked
+    model(x).square().mean().backward()
+    optimizer.step()
+    assert Own.num_asked == before
 """
     env = os.environ | {"RECORDER": "1", "RECORDER_DIR": str(tmp_path)}
     subprocess.run([sys.executable, "-c", program], env=env, check=True, timeout=120)
     (module, *_) = recorder.open_run(tmp_path).writers[0].manifest.roots[0].modules
-    assert module.has_one_batch is is_said
+    assert module.whole_sets == sets
 
 
 @pytest.mark.parametrize(("is_new", "since"), [(lambda step: False, 0), (lambda step: step == 9, 9), (bool, None)])

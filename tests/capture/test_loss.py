@@ -181,27 +181,51 @@ class Pair(WithLoss):
         return found["logits"], (found["loss"].square(), found["loss"])
 
 
-@pytest.mark.parametrize("divisor", [1.0, 4.0])
+@pytest.mark.parametrize(
+    ("backward", "is_found"),
+    [
+        (lambda loss, other, step: (2 * (loss / 4.0)).backward(), True),
+        (lambda loss, other, step: loss.backward(), True),
+        (lambda loss, other, step: (-1 * loss).backward(), False),
+        (lambda loss, other, step: (other.backward(retain_graph=True), loss.backward()), False),
+        (lambda loss, other, step: (other if step == 0 else loss).backward(), None),
+    ],
+    ids=["scaled", "as it is", "negative", "two", "another first"],
+)
 def test_the_loss_of_an_evaluation_stands_where_that_of_the_training_was(
-    tmp_path: Path, model: nn.Module, divisor: float
+    tmp_path: Path, model: nn.Module, backward: Any, is_found: bool | None
 ) -> None:
     outer, found = Pair(model), []
-    optimizer = torch.optim.SGD(outer.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(outer.parameters(), lr=0.01)
     with recorder.attach(outer, enabled=True, dir=str(tmp_path), rules=RULES):
-        for _ in range(3):
-            for step in range(2):
-                _, (_, loss) = outer(inputs(step))
-                loss = loss / divisor
-                (2 * loss).backward()
-                optimizer.step()
-                optimizer.zero_grad()
+        for step in range(6):
+            _, (other, loss) = outer(inputs(step))
+            backward(loss, other, step)
+            optimizer.step()
+            optimizer.zero_grad()
+            if step % 2:
+                outer.eval()
+                with torch.no_grad():
+                    found.append((step, 0, pytest.approx(float(sum(outer(inputs(n))[1][1] for n in range(2)) / 2))))
+                outer.train()
+    assert losses(tmp_path, "eval_loss") == (found[1:] if is_found is None else found if is_found else [])
+
+
+def test_a_prediction_is_no_loss_of_an_evaluation(tmp_path: Path, model: nn.Module) -> None:
+    class Either(WithLoss):
+        def forward(self, x: torch.Tensor) -> Any:
+            return super().forward(x)["loss"] if self.training else self.inner(x)[0, :1]
+
+    with recorder.attach(outer := Either(model), enabled=True, dir=str(tmp_path), rules=RULES):
+        optimizer = torch.optim.SGD(outer.parameters(), lr=0.01)
+        for step in range(4):
+            outer(inputs(step)).backward()
+            optimizer.step()
             outer.eval()
             with torch.no_grad():
-                found.append(float(sum(outer(inputs(step))[1][1] for step in range(2)) / 2))
+                outer(inputs(step))
             outer.train()
-    assert losses(tmp_path, "eval_loss") == [
-        (2 * epoch + 1, 0, pytest.approx(loss)) for epoch, loss in enumerate(found)
-    ]
+    assert losses(tmp_path, "eval_loss") == []
 
 
 def test_a_loss_without_gradients_in_training_mode_is_no_evaluation(tmp_path: Path, model: nn.Module) -> None:

@@ -279,12 +279,22 @@ def test_a_batch_that_is_far_larger_than_all_before_is_named(times: float, since
     assert all(one.said.startswith("the input is far larger than in any batch before, 1") for one in found)
 
 
+@pytest.mark.parametrize("rows_a_batch", [1, 7, 1_000])
+def test_a_single_sample_among_batches_hides_no_batch_that_repeats(rows_a_batch: int) -> None:
+    recorded = Recorded()
+    for step in range(60):
+        recorded.add(step, "", np.full(1, 0.7) if step == 45 else noise(1)[:1], site="input", name="x")
+    assert [one.first_step for one in recorded.judge(Data, rows_a_batch).findings] == [1]
+
+
+@pytest.mark.parametrize("num", [4, 5])
 @pytest.mark.parametrize("is_new_later", [False, True])
-def test_one_batch_of_a_loader_that_has_no_other_is_full_batch_training(is_new_later: bool) -> None:
+def test_one_batch_of_a_loader_that_has_no_other_is_full_batch_training(is_new_later: bool, num: int) -> None:
+    """A loader of 5 samples gives no batch of 4."""
     recorded = batches(lambda step, rank: {"x": noise(max(step - 25, 0) if is_new_later else 0), "y": noise(2)})
-    recorded.catalog.modules["model", ""] = ModuleFacts("Net", ("input",), has_one_batch=True)
+    recorded.catalog.modules["model", ""] = ModuleFacts("Net", ("input",), whole_sets=(2, num))
     found = [(one.name, one.severity.word, "has one batch" in one.what) for one in said(recorded, Data)]
-    assert found[:1] == [("x", "warning", False) if is_new_later else ("x", "note", True)]
+    assert found[:1] == [("x", "warning", False) if is_new_later or num == 5 else ("x", "note", True)]
 
 
 @pytest.mark.parametrize(("given", "severity"), [(0, Severity.NOTE), (30, Severity.WARNING), (None, Severity.WARNING)])

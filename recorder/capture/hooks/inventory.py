@@ -34,10 +34,11 @@ from .module import AfterForward, HookedModule
 from .parameter_rows import FsdpParameter
 
 _KEPT = (
-    *FACTS, "has_many_labels", "has_uneven_calls", "has_one_batch", "disarmed", "foreign_hooks", "unfrozen",
+    *FACTS, "has_many_labels", "has_uneven_calls", "whole_sets", "disarmed", "foreign_hooks", "unfrozen",
     "feeds_trained",
 )  # fmt: skip
 """The members of a module's entry that stay when the hooks of a model are put on anew."""
+_MOST_SETS = 16
 _OFTEN_GIVEN = 16
 """The fewest calls in a row with one of a few tensors as first argument after which the manifest says so."""
 _RATES = ("dropout", "drop_prob", "dropout_p", "attention_dropout", "attn_dropout")
@@ -363,10 +364,10 @@ class Inventory:
         if self._modules and "has_many_labels" not in self._modules[0]:
             self._add(0, {"has_many_labels": True})
 
-    def note_one_batch(self) -> None:
-        """Note that the program's data loaders have one batch each when the model is called first."""
+    def note_whole_sets(self, numbers: list[int]) -> None:
+        """Note the numbers of samples of the data loaders that give all their samples in one batch."""
         if self._modules:
-            self._add(0, {"has_one_batch": True})
+            self._add(0, {"whole_sets": numbers[:_MOST_SETS]})
 
     def note_uneven_calls(self) -> None:
         """Note that the number of calls of the model before a backward varies, as the length of an episode."""

@@ -503,7 +503,7 @@ class Root:
             return  # the call was a trial run of a pipeline stage
         if current is not None and torch.is_grad_enabled():
             for name, tensor in tree.tensor_leaves(output):
-                if not tensor.dim() and tensor.grad_fn is not None:
+                if type(tensor) is torch.Tensor and not tensor.dim() and tensor.grad_fn is not None:
                     self.capture.returned(self.name, name, tensor.grad_fn)
                 if not current.has_gradient and requires_gradient(tensor):
                     with torch._C.DisableTorchFunctionSubclass():

@@ -505,7 +505,8 @@ def _limit_of_factors(ring: Floats) -> float:
     if not len(known) or known.min() <= 0:
         return 0.0
     logs = np.log(known)
-    return math.exp(float(logs.mean() + _FACTORS * logs.std()))
+    with np.errstate(over="ignore"):
+        return float(np.exp(logs.mean() + _FACTORS * logs.std()))
 
 
 class Jump(CurveRule):

@@ -11,7 +11,6 @@ import numpy.typing as npt
 from ... import sites
 from ...system.text import counted, number
 from ..rows import (
-    IS_PROBE,
     Flags,
     Floats,
     Integers,
@@ -101,8 +100,8 @@ class Data(CheckRule):
         """By input and rank, the first step at which an element was not zero; NaN if there is none so far."""
         self._most, self._num_sizes = Memory(), Memory(0.0)
         """By first input and rank, the logarithm of the largest root mean square so far, and the number of records."""
-        self._is_number = Memory(0.0)
-        """By input and rank, 1 for a single number, such as the time of a differential equation, which is no batch."""
+        self._first_numel = Memory()
+        """By input and rank, the elements of its first record: a single one, such as a time, is no batch."""
         self._first_of: dict[str, str] = {}
         """By root, the name of the first argument that is not a label."""
 
@@ -112,8 +111,9 @@ class Data(CheckRule):
 
     def add(self, rows: Rows) -> Iterator[Finding]:
         is_label = rows.where("labels", _holds_labels)
-        self._is_number[rows.lanes[(rows["numel"] == 1) & (rows[IS_PROBE] != 1)]] = 1.0
-        is_no_batch = is_label | (rows.are_float() & (rows["l2"] == 0)) | (self._is_number[rows.lanes] == 1)
+        known = rows.without_probe().by_lane()
+        began(known.lanes, known["numel"], self._first_numel)
+        is_no_batch = is_label | (rows.are_float() & (rows["l2"] == 0)) | (self._first_numel[rows.lanes] == 1)
         told = rows.take(_tells_apart(rows) & ~is_no_batch)
         recorded = told.without_probe()
         steps, lanes, totals = _batches(recorded, recorded.fingerprints(_BATCH))
@@ -145,7 +145,8 @@ class Data(CheckRule):
             is_void |= one.what in (_ONE_CLASS, ALL_IGNORED) and self._mixed.of(lane) > one.first_step
             given = None if root is None else root.given_again
             is_kept = given is not None and (of_lane[lane] not in changed or given <= one.first_step)
-            is_whole = root is not None and root.has_one_batch and of_lane[lane] not in changed
+            num_samples = next(iter(self.catalog.about_of(lane).shape), 0)
+            is_whole = root is not None and num_samples in root.whole_sets and of_lane[lane] not in changed
             is_meant = (is_kept or is_whole) and one.what in (_AGAIN, _SAME_LABELS)
             severity = Severity.NOTE if is_meant else one.severity
             if not is_void:

@@ -228,8 +228,14 @@ def _soft(values: torch.Tensor, dim: int) -> torch.Tensor:
     return -(torch.rand(values.shape) * values.log_softmax(dim)).sum(1).mean()
 
 
-def _divergence_of_rows(values: torch.Tensor, dim: int, *, is_transposed: bool = False) -> torch.Tensor:
-    logits = nn.functional.linear(values.view(2, 4, 5), torch.ones(6, 5)) / 2
+def _product_of_differences(values: torch.Tensor) -> torch.Tensor:
+    return (values * values).mean()
+
+
+def _divergence_of_rows(
+    values: torch.Tensor, dim: int, *, is_transposed: bool = False, num_units: int = 6
+) -> torch.Tensor:
+    logits = nn.functional.linear(values.view(2, 4, 5), torch.ones(num_units, 5)) / 2
     logits = logits.transpose(1, 2) if is_transposed else logits
     return nn.functional.kl_div(logits.log_softmax(dim), torch.rand(logits.shape).softmax(dim), reduction="batchmean")
 
@@ -279,7 +285,16 @@ def _divergence(values: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
         (lambda y, c: nn.functional.mse_loss(y[:, :1], torch.randn(8, 8)), "compares each output with all labels"),
         (lambda y, c: nn.functional.mse_loss(y[:, :1], torch.randn(8, 3)), ""),
         (lambda y, c: (y[:, :1] - torch.randn(8)).square().mean(), "compares each output with all labels"),
-        (lambda y, c: (torch.randn(8) - y.sum(1, keepdim=True)).abs().mean(), "compares each output with all labels"),
+        (lambda y, c: (torch.randn(8) - y[:, :1].sigmoid()).abs().mean(), "compares each output with all labels"),
+        (lambda y, c: (y[:, :1] - torch.randn(8)).square().min(1).values.mean(), ""),
+        (lambda y, c: (-(y[:, :1] - torch.randn(8)).square()).exp().mean(), ""),
+        (lambda y, c: (y[:, :1] - y[:, :1].detach().T).sigmoid().log().mean(), ""),
+        (lambda y, c: nn.functional.mse_loss(y @ torch.randn(5, 8), torch.randn(8, 1).expand(8, 8)), ""),
+        (lambda y, c: _soft(y[:, :1], 0), ""),
+        (lambda y, c: _soft((y[:6] @ y.T), 0), ""),
+        (lambda y, c: _divergence_of_rows(y, 1, num_units=1), ""),
+        (lambda y, c: _divergence_of_rows(y, 1, num_units=2), ""),
+        (lambda y, c: _product_of_differences(torch.rand(8, 5) - y.sigmoid() * torch.rand(8, 5)), ""),
         (lambda y, c: (y[:, :1] - torch.randn(8, 1)).square().mean(), ""),
         (lambda y, c: (y[:, 0, None] - torch.randn(8)).square().mean(), ""),
         (lambda y, c: (y[:, 0, None] - y[:, 0]).abs().mean(), ""),
