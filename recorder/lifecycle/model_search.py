@@ -187,14 +187,15 @@ def _whole_set(loader: Any) -> int | None:
 
     No code of the program runs here: its own data sets and samplers are not asked.
     """
-    data = sys.modules["torch.utils.data"]
-    is_plain = type(loader) is data.DataLoader and type(loader.dataset) is data.TensorDataset
-    is_plain = is_plain and type(loader.batch_sampler) is data.BatchSampler
-    if not is_plain or type(loader.sampler) not in (data.SequentialSampler, data.RandomSampler):
+    data, its = sys.modules["torch.utils.data"], vars(loader)  # the loader's __init__ may still be running
+    dataset, batch_size = its.get("dataset"), its.get("batch_size")
+    is_plain = type(loader) is data.DataLoader and type(dataset) is data.TensorDataset
+    is_plain = is_plain and type(its.get("batch_sampler")) is data.BatchSampler
+    if not is_plain or type(its.get("sampler")) not in (data.SequentialSampler, data.RandomSampler):
         return None
-    first = next(iter(loader.dataset.tensors), None)
+    first = next(iter(dataset.tensors), None)
     num = first.shape[0] if type(first) is torch.Tensor else 0
-    return num if isinstance(loader.batch_size, int) and 0 < num <= loader.batch_size else None
+    return num if isinstance(batch_size, int) and 0 < num <= batch_size else None
 
 
 def unmatched_rules(rules: Sequence[Rule], model: nn.Module) -> list[str]:
