@@ -32,6 +32,7 @@ from .hooks.module import SHIFT_STEPS
 from .hooks.objectives import SharedTensors
 from .hooks.root import Root
 from .local_values import UnsupportedKind, plain, requires_gradient
+from .loss_graph import children_of, is_negative, kind_of, labels_below, parameters_below, wrong_argument
 
 _ENGINE = "_engine_run_backward"
 _is_compiling = torch.compiler.is_compiling
@@ -47,31 +48,13 @@ _MAX_FACTORS = 4
 _MAX_NAME_LENGTH = 1_024
 """The most letters of a scalar's name. A reader rejects a batch with a longer name as damaged."""
 _FOUND = {LOSS: '{"found":"backward"}', EVALUATION_LOSS: '{"found":"evaluation"}'}
-_OF_LOGITS = ("Softmax", "Sigmoid", "Relu")
-_WRONG_BELOW = {
-    "LogSoftmax": _OF_LOGITS, "BinaryCrossEntropyWithLogits": _OF_LOGITS,
-    "NllLoss": (*_OF_LOGITS, "Addmm", "Convolution"), "NllLoss2D": (*_OF_LOGITS, "Convolution"),
-    "CtcLoss": (*_OF_LOGITS, "Addmm", "Mm", "Convolution"),
-}  # fmt: skip
-"""By the kind of a node of autograd, the kinds of nodes that make an argument which the function does not expect."""
-_SHAPES_ALONE = (
-    "View", "UnsafeView", "Reshape", "Transpose", "T", "Permute", "Select", "Slice", "Squeeze", "Unsqueeze", "Alias",
-    "Clone", "ToCopy", "Index", "IndexSelect",
-)  # fmt: skip
-"""The kinds of nodes that change only how elements lie, or choose some."""
-_OUTPUTS = ("Addmm", "Slice", "Sigmoid", "Tanh", "Relu", "Softplus")
-"""The kinds of nodes that make the outputs of a model."""
-_OF_DIFFERENCES = ("MseLoss", "SmoothL1Loss", "HuberLoss")
-_NEVER_NEGATIVE = (*_OF_DIFFERENCES, "NllLoss", "NllLoss2D", "BinaryCrossEntropy", "BinaryCrossEntropyWithLogits")
-_MAX_MADE_BY = 64
-"""How many nodes are searched for the parameters that have made an argument."""
 _EARLY_STEPS = 10
 """At so many steps the labels of a loss are looked for, whether a rule keeps them or not."""
 _MOST_SHIFT, _LEAST_SHIFTED, _LEAST_OF_ROW, _WRONG_SHIFTS = 2, 32, 4, {0, 2}
 """The furthest place of a label after its token, the least number of labels, the least of a row that are compared, as
 one may agree by the task's nature, and the places that are no next token."""
-_MAX_NODES, _MAX_MISSES, _MAX_KINDS = 16, 8, 256
-"""How many nodes of a loss's graph are searched for labels, and how many graphs of one kind that have none."""
+_MAX_MISSES, _MAX_KINDS = 8, 256
+"""How many graphs of one kind that have no labels are searched, and how many kinds are known."""
 
 
 class Scalars:
@@ -195,8 +178,8 @@ class Scalars:
             for (root_name, known), name in self._returned.items():
                 if known == number and name is not None:
                     self._names_of_losses.setdefault(root_name, set()).add(name)
-            children = _children(node)
-            if len(children) != 1 or _kind(node) not in ("Mul", "Div") or _is_negative(node):
+            children = children_of(node)
+            if len(children) != 1 or kind_of(node) not in ("Mul", "Div") or is_negative(node):
                 break  # a factor above zero is the number of micro-batches, or a scale
             node = children[0]
 
@@ -413,7 +396,7 @@ class LossFinder:
 
     def _look_at_graph(self, node: Any) -> None:
         """Record the labels of a loss, and note an argument that it does not expect. `node` is the graph's first."""
-        kind = (node.name(), *(child.name() for child in _children(node)))
+        kind = (node.name(), *(child.name() for child in children_of(node)))
         root = self._capture.root_calls.outermost
         if root is not None:
             num_looks = self._looks.get((root.name, kind), 0)
@@ -436,9 +419,9 @@ class LossFinder:
         """Note an argument that a loss does not expect, for the model that has made it."""
         found = None
         with suppress(RuntimeError):  # the graph is freed: the backward says so
-            found = _wrong_argument(node)
+            found = wrong_argument(node)
         if found is not None:
-            ids, step = _parameters_below(found[1]), self._capture.clock.step
+            ids, step = parameters_below(found[1]), self._capture.clock.step
             for root in self._scalars.roots:
                 if any(id(parameter) in ids for _, _, parameter in root.parameters()):
                     root.inventory.note_loss_argument(found[0], step)
@@ -461,7 +444,7 @@ class LossFinder:
         if self._misses.get(kind, 0) < _MAX_MISSES:
             labels, has_more = None, False
             with suppress(RuntimeError):  # the graph is freed, or the labels have changed: the backward says so
-                labels, has_more = _labels_below(node, is_first_enough=self._capture.clock.step >= _EARLY_STEPS)
+                labels, has_more = labels_below(node, is_first_enough=self._capture.clock.step >= _EARLY_STEPS)
             if has_more:
                 root.inventory.note_many_labels()
             if labels is None:
@@ -509,32 +492,6 @@ def _local_loss(value: Any) -> torch.Tensor | None:
     return None if chunk is not None and 'Partial"' in chunk.placements else local
 
 
-def _children(node: Any) -> list[Any]:
-    return [child for child, _ in node.next_functions[:_MAX_NODES] if child is not None]
-
-
-def _labels_below(loss: Any, *, is_first_enough: bool) -> tuple[torch.Tensor | None, bool]:
-    """Return the labels that one of the first nodes of a loss has saved for the backward, or None.
-
-    Also return whether another node has saved other labels, unless the first labels are enough. Only whole numbers
-    count, which may be classes.
-    """
-    nodes, first = [loss], None
-    for node in nodes:
-        if (labels := _saved(node, "target")) is None:
-            pass
-        elif first is None:
-            if _compares_samples(node):
-                return None, False
-            first = labels
-            if is_first_enough:
-                break
-        elif not (labels.is_floating_point() or first.is_floating_point()) and labels.data_ptr() != first.data_ptr():
-            return first, True
-        nodes += _children(node)[: _MAX_NODES - len(nodes)]
-    return first, False
-
-
 def _shift_of(labels: torch.Tensor, tokens: torch.Tensor | None) -> torch.Tensor | None:
     """Return how many places after each token its label stands in the same row of tokens, from 0 to `_MOST_SHIFT`.
 
@@ -571,198 +528,6 @@ def _on_host(value: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None
     host = torch.empty_like(value, device="cpu", pin_memory=True).copy_(value, non_blocking=True)
     event.record()
     return host, event
-
-
-def _wrong_argument(loss: Any) -> tuple[str, Any] | None:
-    """Return the first function of a loss that gets what it does not expect, and its node: ``LogSoftmax of Softmax``.
-
-    If the whole loss is the negative of a loss that is never negative, it is ``Neg of NllLoss``, for example.
-
-    A loss of differences whose two arguments are both expanded, one of them along the batch, compares each output with
-    all labels. So does one of outputs [n, 1] and of labels that were made [n, n], and the difference of outputs [n, 1]
-    and of labels [n] or [n, n].
-    """
-    if (negated := _negated(loss)) is not None:
-        return f"Neg of {_kind(negated)}", negated
-    if (made := _in_divergence(loss)) is not None:
-        return made
-    if (difference := _column_of_square(loss)) is not None:
-        return "Sub of Expand", difference
-    nodes = [loss]
-    for node in nodes:
-        kind, below = _kind(node), _first_below(node)
-        if kind == "NllLoss" and below is not None and _is_over_batch(below):
-            return "NllLoss of Batch", node
-        while below is not None and _kind(below) in _SHAPES_ALONE:
-            below = _first_below(below)
-        if below is not None and _kind(below) in _WRONG_BELOW.get(kind, ()):
-            return f"{kind} of {_kind(below)}", node
-        if kind == "CtcLoss" and below is not None and _is_over_time(below, node):
-            return "CtcLoss of Time", node
-        if kind in _OF_DIFFERENCES:
-            sizes = [_expanded_dims(node, name) for name in ("self", "target")]
-            is_crossed = sizes[0] and sizes[1] and not sizes[0] & sizes[1] and 0 in sizes[0] | sizes[1]
-            is_alone = node.next_functions[1:] == ((None, 0),) and below is not None and _kind(below) == "Expand"
-            if is_crossed or (is_alone and sizes == [{1}, set()] and _is_square(_shape_of(below))):
-                return f"{kind} of Expand", node
-        nodes += _children(node)[: _MAX_NODES - len(nodes)]
-    return None
-
-
-def _shape_of(node: Any) -> tuple[int, ...]:
-    """Return the shape of the first result of a node. Empty if autograd does not tell it."""
-    known = getattr(node, "_input_metadata", ())
-    return tuple(known[0].shape) if known else ()
-
-
-def _is_square(shape: tuple[int, ...]) -> bool:
-    return len(shape) == 2 and shape[0] == shape[1] >= _LEAST_OF_ROW
-
-
-def _column_of_square(loss: Any) -> Any:
-    """Return the node of a difference [n, n] of a layer's outputs [n, 1] and a constant, of which a loss is the mean.
-
-    Return None without one. Other functions of such a difference, such as its least element, compare all with all on
-    purpose.
-    """
-    nodes = [loss]
-    for node in nodes:
-        kind, children, shape = _kind(node), _children(node), _shape_of(node)
-        if kind == "Sub" and len(children) == 1 and len(node.next_functions) == 2 and _is_square(shape):
-            if _kind(children[0]) in _OUTPUTS and _shape_of(children[0]) == (shape[0], 1):
-                return node
-        elif kind in ("Mean", "Sum", "Pow", "Abs", "Div", "Add", "Sqrt") or (kind == "Mul" and len(set(children)) == 1):
-            nodes += children[: _MAX_NODES - len(nodes)]
-    return None
-
-
-def _is_over_batch(node: Any) -> bool:
-    """Return whether a node is a log_softmax of [N, C] over N. A square of similarities, [N, N], has no classes."""
-    made = _saved(node, "result") if _kind(node) == "LogSoftmax" else None
-    is_of_classes = made is not None and made.dim() == 2 and made.shape[0] != made.shape[1] > 1
-    return is_of_classes and _dim_of(node) in (0, -2)
-
-
-def _is_of_layer(node: Any) -> bool:
-    """Return whether a node gets what a linear layer with a bias returned, and no similarities of samples."""
-    below = _first_below(node)
-    return below is not None and _kind(below) == "Addmm" and hasattr(_first_below(below), "variable")
-
-
-def _is_beside_classes(node: Any) -> bool:
-    """Return whether a node is a log_softmax of what a linear layer returned, and not over the last dim, its units."""
-    made, below = (_saved(node, "result") if _kind(node) == "LogSoftmax" else None), _first_below(node)
-    while below is not None and _kind(below) in ("Div", "Mul"):  # a temperature
-        below = _first_below(below)
-    if made is None or made.dim() < 3 or below is None or _kind(below) not in ("View", "UnsafeView"):
-        return False
-    linear = _first_below(below)
-    is_linear = linear is not None and _kind(linear) in ("Addmm", "Mm") and _shape_of(linear)[1:] == made.shape[-1:]
-    return is_linear and made.shape[_dim_of(node)] < made.shape[-1]  # scores of few places are compared over the places
-
-
-def _is_over_time(node: Any, loss: Any) -> bool:
-    """Return whether a node is a log_softmax over T or N elements, if a CTC loss gets [T, N, C] and C is another."""
-    made, given = (_saved(node, "result") if _kind(node) == "LogSoftmax" else None), _saved(loss, "log_probs")
-    if made is None or given is None:
-        return False
-    num = made.shape[_dim_of(node)]
-    return num in given.shape[:-1] and num != given.shape[-1]
-
-
-def _in_divergence(loss: Any) -> tuple[str, Any] | None:
-    """Return what a `kl_div` or a cross-entropy of soft labels gets by mistake, and its node: ``KlDiv of Softmax``.
-
-    `kl_div` computes ``xlogy(target, target) - target * input``, in which only the input has a graph, and programs
-    compute ``target * input`` of soft labels themselves.
-    """
-    nodes = [loss]
-    for node in nodes:
-        kind, children, function = _kind(node), _children(node), "SoftLabels"
-        if kind == "Sub" and _first_below(node) is None and children and _kind(children[0]) == "Mul":
-            kind, children, function = "Mul", _children(children[0]), "KlDiv"
-        elif kind == "Sub":  # the square of such a difference is no divergence
-            continue
-        made = children[0] if kind == "Mul" and len(children) == 1 else None
-        if made is not None and _kind(made) in ("Softmax", "Sigmoid") and function == "KlDiv":
-            return f"KlDiv of {_kind(made)}", made
-        if made is not None and _is_over_batch(made) and (function == "KlDiv" or _is_of_layer(made)):
-            return f"{function} of Batch", made
-        if made is not None and _is_beside_classes(made):
-            return f"{function} of Time", made
-        if kind in ("Mean", "Sum", "Div", "Add", "Neg") or (kind == "Mul" and len(children) == 1):
-            nodes += children[: _MAX_NODES - len(nodes)]
-    return None
-
-
-def _dim_of(node: Any) -> int:
-    """Return the dim that a node has saved, which autograd gives as an unsigned number of 64 bits."""
-    return int((node._saved_dim + 2**63) % 2**64 - 2**63)
-
-
-def _negated(loss: Any) -> Any:
-    """Return the node of a loss that is never negative, if the whole loss is its negative times a number; else None."""
-    is_negative, node = False, loss
-    for _ in range(_MAX_NODES):
-        kind, children = _kind(node), _children(node)
-        if kind in _NEVER_NEGATIVE:
-            return node if is_negative else None
-        if len(children) != 1 or kind not in ("Neg", "Mul", "Div", "Mean", "Sum", *_SHAPES_ALONE):
-            return None
-        is_negative ^= kind == "Neg" or (kind in ("Mul", "Div") and _is_negative(node))
-        node = children[0]
-    return None
-
-
-def _is_negative(node: Any) -> bool:
-    """Return whether the factor of a product is a number below zero, or all of its elements are."""
-    factor = _saved(node, "other")
-    # A number is saved as a tensor in host memory. A tensor of a device, as of a GradScaler, is not waited for.
-    return factor is not None and factor.is_cpu and bool((factor < 0).all())
-
-
-def _expanded_dims(node: Any, name: str) -> set[int]:
-    """Return the dims along which an argument that a node has saved repeats its elements. Empty if it is not known."""
-    tensor = _saved(node, name)
-    is_known = tensor is not None and tensor.layout is torch.strided
-    strides = zip(tensor.shape, tensor.stride(), strict=True) if is_known else ()
-    return {dim for dim, (size, stride) in enumerate(strides) if size > 1 and not stride}
-
-
-def _saved(node: Any, name: str) -> Any:
-    """Return a tensor that a node has saved, or None. A hook on saved tensors may compute it anew, or wait."""
-    saved = getattr(node, f"_raw_saved_{name}", None)
-    if not isinstance(saved, torch._C._autograd.SavedTensor) or getattr(saved, "unpack_hook", saved) is not None:
-        return None
-    return getattr(node, f"_saved_{name}")
-
-
-def _parameters_below(node: Any) -> set[int]:
-    """Return the ids of the parameters that the first nodes below a node lead to."""
-    nodes, found = [node], set[int]()
-    for one in nodes:
-        if hasattr(one, "variable"):
-            found.add(id(one.variable))
-        nodes += [child for child in _children(one) if child not in nodes][: _MAX_MADE_BY - len(nodes)]
-    return found
-
-
-def _first_below(node: Any) -> Any:
-    """Return the node of a function's first argument. None if the argument needs no gradient, or there is none."""
-    return node.next_functions[0][0] if node.next_functions else None
-
-
-def _kind(node: Any) -> str:
-    return str(node.name()).partition("Backward")[0]
-
-
-def _compares_samples(node: Any) -> bool:
-    """Whether the logits of a loss are joined of parts. Then they compare samples, and labels are no classes."""
-    for _ in range(_MAX_NODES):
-        if len(children := _children(node)) != 1:
-            break
-        node = children[0]
-    return bool(node.name() == "CatBackward0")
 
 
 def _may_be_loss(value: Any) -> bool:

@@ -142,7 +142,7 @@ class OtherData:
         _, _, squares = _sums(rows, rows["sum_sq"])
         for lane in np.unique(lanes).tolist():
             key, about, at = rows.catalog.key_of(lane), rows.catalog.about_of(lane), lanes == lane
-            what = "the labels" if is_labels(key.name) is not None else "the inputs"
+            what = "the labels" if holds_labels(key) else "the inputs"
             self._follow(key.root, (lane, f"{what} of a step have {{1}} elements, not {{0}}"), steps[at], numels[at])
             if what == "the labels" and "int" in about.dtype and not self._are_tokens(rows, lane):
                 of_classes = f"{what} are of other classes: the root mean square of their numbers is {{1}}, not {{0}}"
@@ -174,10 +174,15 @@ class OtherData:
         series = zip(rows.catalog.series, rows.catalog.about, strict=True)
         root, num = rows.catalog.key_of(lane).root, math.prod(rows.catalog.about_of(lane).shape)
         return any(
-            is_of_batch(key) and key.root == root and is_labels(key.name) is None
+            is_of_batch(key) and key.root == root and not holds_labels(key)
             and "int" in about.dtype and math.prod(about.shape) == num
             for key, about in series
         )  # fmt: skip
+
+
+def holds_labels(key: SeriesKey) -> bool:
+    """Return whether a series has labels, by its name."""
+    return is_labels(key.name) is not None
 
 
 def is_of_batch(key: SeriesKey) -> bool:

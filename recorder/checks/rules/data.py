@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from ... import sites
 from ...system.text import counted, number
+from ..given import holds_labels, is_of_batch
 from ..rows import (
     Flags,
     Floats,
@@ -107,10 +108,10 @@ class Data(CheckRule):
 
     def wants(self, key: SeriesKey) -> bool:
         """Return whether a series is an input of the complete model in training. A validation may repeat samples."""
-        return key.site == "input" and not key.module_path and key.mode == "train"
+        return is_of_batch(key)
 
     def add(self, rows: Rows) -> Iterator[Finding]:
-        is_label = rows.where("labels", _holds_labels)
+        is_label = rows.where("labels", holds_labels)
         known = rows.without_probe().by_lane()
         began(known.lanes, known["numel"], self._first_numel)
         is_no_batch = is_label | (rows.are_float() & (rows["l2"] == 0)) | (self._first_numel[rows.lanes] == 1)
@@ -264,7 +265,7 @@ class Data(CheckRule):
 
     def _is_first(self, key: SeriesKey) -> bool:
         """Return whether a series is the first argument. A mask, state or condition after it may well be zero."""
-        is_batch = self.wants(key) and not _holds_labels(key)
+        is_batch = self.wants(key) and not holds_labels(key)
         return is_batch and self._first_of.setdefault(key.root, key.name) == key.name
 
     def _emptied(self, rows: Rows) -> Iterator[Finding]:
@@ -342,7 +343,7 @@ class Data(CheckRule):
         self._hold(rows, self._constant_labels, is_same, np.full(len(rows), _SAME_LABELS))
 
     def _judge_flat(self, rows: Rows) -> None:
-        is_label = rows.where("labels", _holds_labels)
+        is_label = rows.where("labels", holds_labels)
         is_judged = is_label | rows.where("first argument", self._is_first)
         is_masked = is_label & _are_of_one_class(rows)
         is_ignored = (rows["max"] == IGNORED) & ~rows.are_float()
@@ -354,7 +355,7 @@ class Data(CheckRule):
 
     def _hold(self, rows: Rows, streaks: Streaks, flags: Flags, what: npt.NDArray[np.str_]) -> None:
         is_note = rows.where("made", lambda key: key.name == sites.LABELS) & rows.are_float()
-        is_note |= ~rows.where("labels", _holds_labels) & ~rows.are_float()  # kinds or classes may be of one kind
+        is_note |= ~rows.where("labels", holds_labels) & ~rows.are_float()  # kinds or classes may be of one kind
         for index, num, since in streaks.reached(rows.lanes, rows.steps, flags, self.thresholds["repeats"]):
             lane = int(rows.lanes[index])
             found = self._in_a_row(lane, int(rows.steps[index]), str(what[index]), num, "repeats", since)
@@ -369,10 +370,6 @@ class EmptyBatch(Data):
         firsts = rows.take(rows.where("first argument", self._is_first)).by_lane()
         yield from self._emptied(firsts)
         yield from self._leapt(firsts)
-
-
-def _holds_labels(key: SeriesKey) -> bool:
-    return sites.is_labels(key.name) is not None
 
 
 def _are_of_one_class(rows: Rows) -> Flags:
