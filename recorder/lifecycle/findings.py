@@ -79,10 +79,16 @@ class LiveFindings:
             found.append(finding)
         self._count(finding, is_logged=True)
 
-    def revise(self, revised: Callable[[Finding], Finding]) -> None:
-        """Drop the findings that are notes after the last step, as a spike is that came with other data for good."""
+    def end(self, revised: Callable[[Finding], Finding], whole: Sequence[Finding]) -> None:
+        """Drop the findings that are notes after the last step, and add those of the whole run, which nothing logs.
+
+        A spike that came with other data for good is `revised` to a note.
+        """
         for rule, found in self._found.items():
             self._found[rule] = [one for one in found if revised(one).severity > Severity.NOTE]
+        for one in whole:
+            self._found.setdefault(one.rule, []).append(one)
+            self._count(one, is_logged=False)
 
     def told(self, one: Finding) -> str:
         """Return a finding in words, with the number of further modules of which its rule says the same."""

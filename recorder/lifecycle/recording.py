@@ -230,8 +230,9 @@ class Recording:
     def _before_last(self) -> None:
         """Look for triggers a last time, before the ring gives up its values. Called on the writer thread."""
         try:
-            self._ring.findings.judge_program(self._last_manifest.get("roots", ()))
-            self._ring.end(self.capture, self.commands)
+            roots = self._last_manifest.get("roots", ())
+            self._ring.findings.judge_program(roots)
+            self._ring.end(self.capture, self.commands, roots)
             if self._ring.has_triggers:
                 news = self._description.news(self._events, self.commands)
                 self.writer.set_manifest({**self._last_manifest, **news})

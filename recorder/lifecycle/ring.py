@@ -91,7 +91,7 @@ class RingWatch:
         if rules or self._own_rules:
             self._checks = LiveChecks(
                 rank=rank, on_finding=self._found, rules=rules, thresholds=self._thresholds, own=self._own_rules,
-                only_scalars=window is None,
+                in_batches=window is None,
             )  # fmt: skip
         if window is None:
             return None
@@ -134,11 +134,14 @@ class RingWatch:
             self._look_whether_off(capture)
             self._triggers.look(capture.clock.step)
 
-    def end(self, capture: Capture, commands: Commands) -> None:
-        """Look for triggers a last time, before the ring gives up its values. Writer thread."""
+    def end(self, capture: Capture, commands: Commands, roots: Sequence[Mapping[str, Any]]) -> None:
+        """Judge the whole run, and look for triggers a last time, before the ring gives up its values. Writer thread.
+
+        `roots` is what the writer's manifest says of the models.
+        """
         if self._checks is not None:
             self._checks.finish()
-            self.findings.revise(self._checks.revised)
+            self.findings.end(self._checks.revised, self._checks.judge_whole(roots))
         self.findings.say()
         if self._triggers is None:
             return

@@ -149,7 +149,7 @@ def probed(step: int, square: float, numel: int = 8) -> ProbedStep:
 
 @pytest.mark.parametrize("has_losses", [True, False])
 def test_gradients_are_judged_by_the_probe_of_every_step(has_losses: bool) -> None:
-    fed = Fed(only_scalars=True)
+    fed = Fed(in_batches=True)
     for step in range(200):
         if has_losses:
             fed.see(step, 1.0, "", site="scalar", name="loss")
@@ -168,7 +168,7 @@ def test_a_step_without_the_value_is_no_sample_and_a_record_counts_once() -> Non
 
 
 def test_the_probe_of_a_training_without_scalars_is_judged_and_not_kept() -> None:
-    fed = Fed(only_scalars=True)
+    fed = Fed(in_batches=True)
     for step in range(2000):
         fed.checks.probed(probed(step, 1e6 if step == 1500 else 1.0 + step % 3))
         if step % 50 == 0:

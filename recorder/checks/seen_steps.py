@@ -1,0 +1,168 @@
+"""The steps of one rank as the writer thread sees them, and the rows that rules read of these steps.
+
+Only one thread may use an object of this module. No function opens a file.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter
+from typing import NamedTuple
+
+import numpy as np
+import numpy.ma  # numpy imports it at the first `unique`: on the writer thread, where a failing disk fails the import
+
+from ..records import Measured, ProbedStep, Staged
+from ..sites import OF_MODULES
+from .rows import IS_PROBE, About, Catalog, Floats, Integers, ModuleFacts, Rows, SeriesKey
+
+_STATISTICS = (
+    "mean", "std", "min", "max", "absmax", "l2", "sum", "sum_sq", "nan_count", "inf_count", "zero_count"
+)  # fmt: skip
+_HASH = "fingerprint.hash"
+_COLUMNS = ("lane", "numel", "micro_step", _HASH, *_STATISTICS)
+_EXACT = 1 << 53
+"""The integers below are exact as a float."""
+_MAX_BYTES, _MAX_STEPS = 8 << 20, 1024
+"""The most bytes and steps that `KeptSteps` keeps. The rules read so many in about a second."""
+_GOLDEN = 0x9E3779B1
+_NONE = np.zeros(0)
+NO_RECORDS: Floats = np.zeros((0, len(_COLUMNS)))
+
+_numbers_of = attrgetter(*_STATISTICS)
+
+
+class SeenStep(NamedTuple):
+    """A step that is over."""
+
+    probed: ProbedStep
+    records: Floats
+    """For each record a row, with the columns `_COLUMNS`. A statistic that the record does not have is NaN."""
+
+
+class SeenSteps:
+    """Numbers the values of one rank in a catalog that no other object changes, and makes the rows of its steps."""
+
+    def __init__(self, rank: int, catalog: Catalog) -> None:
+        self._rank = rank
+        self._catalog = catalog
+        self._whole_numels: list[int] = []
+        """For each lane, the number of elements of the complete tensor if this rank has a chunk of it; else 0."""
+        self._lanes: dict[tuple[object, ...], int] = {}
+        """Maps a value's place, mode, phase and scope to its lane (the index of a series on this rank)."""
+        self._probed_lanes: Integers = np.zeros(0, np.int64)
+        """For each series of the probe, its lane."""
+        self._records: list[tuple[float | None, ...]] = []
+
+    def add(self, staged: Staged, measured: Measured) -> None:
+        """Take the statistics of a record of the current step. A forward that is computed again has no row."""
+        if staged.phase == "recompute":
+            return
+        place, moment = staged.origin, staged.moment
+        key = (place, moment.mode, staged.phase, staged.scope)
+        lane = self._lanes.get(key)
+        if lane is None:
+            of_series = SeriesKey(*place[:4], moment.mode, staged.phase, staged.scope or "")
+            lane = self._lanes[key] = self._lane(of_series, About(staged.dtype, staged.shape), _whole_numel(staged))
+        is_hashed = measured.fingerprint is not None and place.site == "input" and not place.module_path
+        fingerprint = measured.fingerprint % _EXACT if is_hashed and measured.fingerprint is not None else None
+        self._records.append((lane, math.prod(staged.shape), moment.micro_step, fingerprint, *_numbers_of(measured)))
+
+    def end(self, probed: ProbedStep | None, step: int) -> SeenStep | None:
+        """Return the current step, which is over. `probed` is what the probe measured at it. None without numbers."""
+        records, self._records = self._records, []
+        if probed is None and not records:
+            return None
+        matrix = np.array(records, np.float64) if records else NO_RECORDS
+        return SeenStep(ProbedStep(step, [], _NONE, _NONE) if probed is None else probed, matrix)
+
+    def rows_of(self, steps: Sequence[SeenStep], catalog: Catalog | None = None) -> Rows:
+        """Return the rows of steps: of each step the numbers of the probe that no record has, and then the records.
+
+        `catalog` is the rows' catalog if it is not that of this object: one that `copied_catalog` has returned.
+        """
+        for one in steps:
+            self._know_series(one.probed)
+        numbers_of_steps = np.array([one.probed.step for one in steps], np.int64)
+        nums = [len(one.probed.sums) for one in steps]
+        at, lanes = np.repeat(numbers_of_steps, nums), np.concatenate([self._probed_lanes[:num] for num in nums])
+        sums, numels = (np.concatenate(columns) for columns in zip(*(one.probed[2:] for one in steps), strict=True))
+        records = dict(zip(_COLUMNS, np.concatenate([one.records for one in steps]).T, strict=True))
+        own_at, own_lanes = np.repeat(numbers_of_steps, [len(one.records) for one in steps]), records.pop("lane")
+        own_lanes = own_lanes.astype(np.int64)
+        is_taken, num_lanes = numels > 0, self._catalog.num_lanes
+        if len(own_lanes):
+            is_taken &= ~np.isin(at * num_lanes + lanes, own_at * num_lanes + own_lanes)
+        at, lanes, sums, numels = at[is_taken], lanes[is_taken], sums[is_taken], numels[is_taken]
+        ones = np.ones(len(sums))
+        known = {"sum_sq": sums, "l2": np.sqrt(sums), "numel": numels, IS_PROBE: ones}
+        known |= {"nan_count": ones * 0, "inf_count": ones * 0}
+        records[IS_PROBE] = np.zeros(len(own_lanes))
+        columns = {name: np.append(known.get(name, ones * np.nan), column) for name, column in records.items()}
+        rows = Rows(catalog or self._catalog, np.append(at, own_at), np.append(lanes, own_lanes), columns)
+        return rows.take(np.argsort(rows.steps, kind="stable")) if len(own_lanes) and len(steps) > 1 else rows
+
+    def copied_catalog(self, modules: Mapping[tuple[str, str], ModuleFacts]) -> Catalog:
+        """Return a catalog with the same lanes, with these facts about modules and with the chunks of parameters."""
+        copy = Catalog(modules)
+        for key, about, whole_numel in zip(self._catalog.series, self._catalog.about, self._whole_numels, strict=True):
+            copy.number(key, about._replace(whole_numel=whole_numel))
+        numbers = np.arange(len(copy.series))
+        copy.lanes(numbers, np.full(len(numbers), self._rank))
+        return copy
+
+    def _know_series(self, probed: ProbedStep) -> None:
+        new = probed.series[len(self._probed_lanes) : len(probed.sums)]
+        if new:
+            more = []
+            for one in new:
+                key = SeriesKey(*one.origin[:4], one.mode, one.phase, one.scope or "")
+                whole_numel = int(one.facts.get("global_numel") or 0) if one.origin.site in OF_MODULES else 0
+                more.append(self._lane(key, About(str(one.facts.get("dtype", "")), ()), whole_numel))
+            self._probed_lanes = np.append(self._probed_lanes, np.array(more, np.int64))
+
+    def _lane(self, key: SeriesKey, about: About, whole_numel: int) -> int:
+        number = self._catalog.number(key, about)
+        if number == len(self._whole_numels):
+            self._whole_numels.append(whole_numel)
+        return int(self._catalog.lanes(np.array([number]), np.array([self._rank]))[0])
+
+
+class KeptSteps:
+    """Some steps of the whole run, of irregular distances, so many as a fixed amount of memory holds."""
+
+    def __init__(self) -> None:
+        self._steps: list[SeenStep] = []
+        self._num_bytes = 0
+        self._one_of = 1
+        """One of so many steps is kept. A power of two."""
+
+    @property
+    def steps(self) -> Sequence[SeenStep]:
+        return self._steps
+
+    def add(self, steps: Iterable[SeenStep]) -> None:
+        """Keep the next steps. If they are too many, half of all are dropped, and half of those that follow."""
+        for one in steps:
+            if self._is_kept(one):
+                self._steps.append(one)
+                self._num_bytes += _bytes_of(one)
+        while len(self._steps) > 1 and (self._num_bytes > _MAX_BYTES or len(self._steps) > _MAX_STEPS):
+            self._one_of *= 2
+            self._steps = list(filter(self._is_kept, self._steps))
+            self._num_bytes = sum(map(_bytes_of, self._steps))
+
+    def _is_kept(self, one: SeenStep) -> bool:
+        # Multiples of a number without a pattern, because what a training does at every second step must be seen.
+        return (one.probed.step * _GOLDEN >> 16) % self._one_of == 0
+
+
+def _bytes_of(one: SeenStep) -> int:
+    return one.probed.sums.nbytes + one.probed.numels.nbytes + one.records.nbytes
+
+
+def _whole_numel(staged: Staged) -> int:
+    chunk = staged.chunk
+    is_part = chunk is not None and staged.origin.site in OF_MODULES and chunk.global_shape != staged.shape
+    return math.prod(chunk.global_shape) if is_part and chunk is not None else 0
