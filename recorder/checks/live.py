@@ -24,13 +24,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..records import Measured, ProbedStep, Staged
+from ..sites import SITES, UPDATE
 from ..system import log
 from .book import Thresholds, make_rules
 from .causes import order_of
 from .engine import Engine
 from .rows import Catalog, ModuleFacts
-from .rule import CheckRule, Finding, Severity
-from .rules.activations import Dead, EvaluationOutput, Saturated
+from .rule import CheckRule, Finding
+from .rules.activations import Attention, Dead, EvaluationOutput, Saturated
 from .rules.comparing import RunningStatistics
 from .rules.curves import Jump, Spike
 from .rules.data import Data, EmptyBatch
@@ -45,10 +46,11 @@ from .seen_steps import NO_RECORDS, KeptSteps, SeenStep, SeenSteps
 LIVE_RULES: tuple[type[CheckRule], ...] = (NonFinite, Spike, Jump, EmptyBatch)
 """The cheap rules: a rule costs a few additions per record, and remembers a few numbers per value."""
 WHOLE_RULES: tuple[type[CheckRule], ...] = (
-    Skipped, LossStuck, Overfitting, Vanishing, Exploding, NoGradient, Unchanged, Update, Clipping, EvaluationOutput,
-    Initialisation, Dead, Saturated, Objectives, Flip, Data, RunningStatistics,
+    NonFinite, Skipped, LossStuck, Overfitting, Vanishing, Exploding, NoGradient, Unchanged, Update, Clipping,
+    *PROGRAM_RULES, EvaluationOutput, Initialisation, Dead, Saturated, Attention, Objectives, Flip, Data,
+    RunningStatistics,
 )  # fmt: skip
-"""The rules that need no other rank and no other run, and that judge a training as a whole."""
+"""The rules that judge a training as a whole by statistics of one rank."""
 _MAX_PROBED = 1024
 """The most steps whose numbers from the probe wait for the writer thread. Older steps are dropped."""
 _MOST_REPLICAS = 4
@@ -73,11 +75,12 @@ class LiveChecks:
         """
         self._on_finding = on_finding
         self._thresholds = thresholds or {}
-        catalog = Catalog()
-        self._rules = make_rules([*rules, *own], catalog, self._thresholds)
-        self._engine = Engine(self._rules, catalog)
-        self._seen = SeenSteps(rank, catalog)
+        self.catalog = Catalog()
+        self._rules = make_rules([*rules, *own], self.catalog, self._thresholds)
+        self._engine = Engine(self._rules, self.catalog)
+        self._seen = SeenSteps(rank, self.catalog)
         self._kept = KeptSteps()
+        self._sites = tuple(dict.fromkeys(site for rule in self._rules for site in rule.sites))
         self._step = 0
         self._is_off = False
         self._in_batches = in_batches
@@ -131,7 +134,7 @@ class LiveChecks:
             self._turn_off(error)
 
     def judge_whole(self, roots: Sequence[Mapping[str, Any]]) -> list[Finding]:
-        """Return what `WHOLE_RULES` find in the steps that were kept of the run, without notes. Called after `finish`.
+        """Return what `WHOLE_RULES` find in the steps that were kept of the run. Called after `finish`.
 
         `roots` is what the writer's manifest says of the models.
         """
@@ -140,8 +143,8 @@ class LiveChecks:
         try:
             catalog = self._seen.copied_catalog(_modules_of(roots))
             engine = Engine(make_rules(WHOLE_RULES, catalog, self._thresholds), catalog)
-            engine.add(self._seen.rows_of(self._kept.steps, catalog))
-            return [one for one in engine.finish().findings if one.severity > Severity.NOTE]
+            engine.add(self._seen.rows_of(self._kept.steps, catalog, (*SITES, UPDATE)))
+            return engine.finish().findings
         except Exception as error:  # an error here must not end the recording
             self._turn_off(error)
             return []
@@ -192,6 +195,8 @@ class LiveChecks:
                 self._judge()
         elif step < self._step:
             return  # the rules have judged this step already, and steps must be in order
+        if self._in_batches and staged.origin.site != "scalar" and not self._kept.wants(step):
+            return  # the probe has what the rules in training read
         self._seen.add(staged, measured)
 
     def _end_steps(self) -> None:
@@ -204,9 +209,9 @@ class LiveChecks:
 
     def _judge(self) -> None:
         due, self._due, self._judged_s = self._due, [], time.monotonic()
-        if due and len(rows := self._seen.rows_of(due)):
+        if due:
             self._kept.add(due)
-            self._engine.add(rows)
+            self._engine.add(self._seen.rows_of(due, self.catalog, self._sites))
         self._engine.flush()
         for finding in sorted(self._engine.take(), key=lambda one: order_of(one.step, one.site, one.rule)):
             self._on_finding(finding)

@@ -6,7 +6,7 @@ Only one thread may use an object of this module. No function opens a file.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -77,10 +77,13 @@ class SeenSteps:
         matrix = np.array(records, np.float64) if records else NO_RECORDS
         return SeenStep(ProbedStep(step, [], _NONE, _NONE) if probed is None else probed, matrix)
 
-    def rows_of(self, steps: Sequence[SeenStep], catalog: Catalog | None = None) -> Rows:
+    def rows_of(self, steps: Sequence[SeenStep], catalog: Catalog, sites: Collection[str]) -> Rows:
         """Return the rows of steps: of each step the numbers of the probe that no record has, and then the records.
 
-        `catalog` is the rows' catalog if it is not that of this object: one that `copied_catalog` has returned.
+        Args:
+            steps: at least one step.
+            catalog: the catalog of this object, or one that `copied_catalog` has returned.
+            sites: only rows of these sites are returned.
         """
         for one in steps:
             self._know_series(one.probed)
@@ -88,10 +91,14 @@ class SeenSteps:
         nums = [len(one.probed.sums) for one in steps]
         at, lanes = np.repeat(numbers_of_steps, nums), np.concatenate([self._probed_lanes[:num] for num in nums])
         sums, numels = (np.concatenate(columns) for columns in zip(*(one.probed[2:] for one in steps), strict=True))
-        records = dict(zip(_COLUMNS, np.concatenate([one.records for one in steps]).T, strict=True))
-        own_at, own_lanes = np.repeat(numbers_of_steps, [len(one.records) for one in steps]), records.pop("lane")
-        own_lanes = own_lanes.astype(np.int64)
-        is_taken, num_lanes = numels > 0, self._catalog.num_lanes
+        is_wanted = self._catalog.mark(f"at {sites}", lambda key: key.site in sites)
+        own_at = np.repeat(numbers_of_steps, [len(one.records) for one in steps])
+        own_rows = np.concatenate([one.records for one in steps])
+        own_lanes = own_rows[:, 0].astype(np.int64)
+        is_own = is_wanted[own_lanes]
+        own_at, own_lanes = own_at[is_own], own_lanes[is_own]
+        records = dict(zip(_COLUMNS, own_rows[is_own].T, strict=True))
+        is_taken, num_lanes = (numels > 0) & is_wanted[lanes], self._catalog.num_lanes
         if len(own_lanes):
             is_taken &= ~np.isin(at * num_lanes + lanes, own_at * num_lanes + own_lanes)
         at, lanes, sums, numels = at[is_taken], lanes[is_taken], sums[is_taken], numels[is_taken]
@@ -100,7 +107,7 @@ class SeenSteps:
         known |= {"nan_count": ones * 0, "inf_count": ones * 0}
         records[IS_PROBE] = np.zeros(len(own_lanes))
         columns = {name: np.append(known.get(name, ones * np.nan), column) for name, column in records.items()}
-        rows = Rows(catalog or self._catalog, np.append(at, own_at), np.append(lanes, own_lanes), columns)
+        rows = Rows(catalog, np.append(at, own_at), np.append(lanes, own_lanes), columns)
         return rows.take(np.argsort(rows.steps, kind="stable")) if len(own_lanes) and len(steps) > 1 else rows
 
     def copied_catalog(self, modules: Mapping[tuple[str, str], ModuleFacts]) -> Catalog:
@@ -145,17 +152,17 @@ class KeptSteps:
     def add(self, steps: Iterable[SeenStep]) -> None:
         """Keep the next steps. If they are too many, half of all are dropped, and half of those that follow."""
         for one in steps:
-            if self._is_kept(one):
+            if self.wants(one.probed.step):
                 self._steps.append(one)
                 self._num_bytes += _bytes_of(one)
         while len(self._steps) > 1 and (self._num_bytes > _MAX_BYTES or len(self._steps) > _MAX_STEPS):
             self._one_of *= 2
-            self._steps = list(filter(self._is_kept, self._steps))
+            self._steps = [one for one in self._steps if self.wants(one.probed.step)]
             self._num_bytes = sum(map(_bytes_of, self._steps))
 
-    def _is_kept(self, one: SeenStep) -> bool:
-        # Multiples of a number without a pattern, because what a training does at every second step must be seen.
-        return (one.probed.step * _GOLDEN >> 16) % self._one_of == 0
+    def wants(self, step: int) -> bool:
+        """Return whether a step would be kept. The distances are irregular: some trainings alternate."""
+        return (step * _GOLDEN >> 16) % self._one_of == 0
 
 
 def _bytes_of(one: SeenStep) -> int:

@@ -11,6 +11,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from ..checks.live import judge_program
 from ..checks.rows import Catalog
 from ..checks.rule import Finding, Severity
 from ..checks.rules.curves import Jump, Spike
+from ..checks.rules.values import NonFinite
 from ..format.rundir import STATUS
 from ..sites import SITE_OF
 from ..system import log
@@ -36,6 +38,7 @@ _MAX_FINDINGS = 8
 _OF_SUMS = (Spike.name, Jump.name)
 """The rules on losses and norms, which may be sums over the calls of a model."""
 _NONFINITE, NOT_FINITE = "nonfinite", "not finite"
+_PLACE = attrgetter("rule", "step", "root", "module_path", "site", "name")
 _LOOK_S = 0.05
 """The seconds between two looks at the statuses of the other ranks."""
 
@@ -55,6 +58,8 @@ class LiveFindings:
         """Whether several models are recorded, so that a finding is told with its model."""
         self._of_program: list[Finding] = []
         """What the rules on the program find at present."""
+        self._at_end: list[Finding] = []
+        """All findings after the last step."""
         self._told: dict[tuple[str, str], dict[str, Any]] = {}
         """The findings for the rank's status, by rule and module."""
         self._unsaid: list[Finding] = []
@@ -62,10 +67,14 @@ class LiveFindings:
 
     @property
     def worst(self) -> Finding | None:
-        """The worst finding of the rules, causes before consequences. NaN and infinities are reported elsewhere."""
+        """The finding that `recorder check` puts first. NaN and infinities are reported elsewhere."""
+        found = self._at_end or with_causes(self._all, Catalog())
+        return next((one for one in found if not one.cause), None)
+
+    @property
+    def _all(self) -> list[Finding]:
         of_rules = (one for found in self._found.values() for one in found if not self._is_noted(one))
-        found = with_causes([*self._of_program, *of_rules], Catalog())
-        return min(found, key=lambda one: (-one.severity, bool(one.cause), one.first_step), default=None)
+        return [*self._of_program, *of_rules]
 
     def add(self, finding: Finding) -> None:
         """Add the finding of a rule, which is logged if it is the first of the rule.
@@ -79,20 +88,32 @@ class LiveFindings:
             found.append(finding)
         self._count(finding, is_logged=True)
 
-    def end(self, revised: Callable[[Finding], Finding], whole: Sequence[Finding]) -> None:
+    def end(self, revised: Callable[[Finding], Finding], whole: Sequence[Finding], catalog: Catalog) -> None:
         """Drop the findings that are notes after the last step, and add those of the whole run, which nothing logs.
 
-        A spike that came with other data for good is `revised` to a note.
+        Args:
+            revised: returns a finding as it is after the last step. A spike that came with other data for good is a
+                note.
+            whole: the findings of the rules that judge the whole run, or nothing, if these could not be applied.
+            catalog: the values of the rank.
         """
         for rule, found in self._found.items():
             self._found[rule] = [one for one in found if revised(one).severity > Severity.NOTE]
-        for one in whole:
-            self._found.setdefault(one.rule, []).append(one)
-            self._count(one, is_logged=False)
+        known = self._all
+        self._of_program = [] if whole else self._of_program  # `whole` has them, too
+        self._at_end = [
+            one
+            for one in with_causes([*self._all, *whole], catalog)
+            if one.severity > Severity.NOTE and one.rule != NonFinite.name
+        ]
+        places = set(map(_PLACE, known))
+        for one in self._at_end:
+            if not one.cause and _PLACE(one) not in places:
+                self._count(one, is_logged=False)
 
     def told(self, one: Finding) -> str:
         """Return a finding in words, with the number of further modules of which its rule says the same."""
-        found = (*self._of_program, *self._found.get(one.rule, ()))
+        found = self._at_end or self._all
         alike = {(other.root, other.module_path) for other in found if (other.rule, other.what) == (one.rule, one.what)}
         num = len(alike - {(one.root, one.module_path)})
         return one.told(has_models=self.has_models) + f" (and in {counted(num, 'more module')})" * bool(num)

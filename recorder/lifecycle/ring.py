@@ -141,7 +141,7 @@ class RingWatch:
         """
         if self._checks is not None:
             self._checks.finish()
-            self.findings.end(self._checks.revised, self._checks.judge_whole(roots))
+            self.findings.end(self._checks.revised, self._checks.judge_whole(roots), self._checks.catalog)
         self.findings.say()
         if self._triggers is None:
             return

@@ -119,6 +119,46 @@ def test_a_leap_with_other_data_for_good_is_told_at_once_and_not_at_the_end(
     assert {one.severity > Severity.NOTE for one in found if one.rule == "spike" and one.step == 120} == {is_told}
 
 
+OF_THE_WHOLE_RUN = """
+import torch
+from torch import nn
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.act, self.head = nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)
+    def forward(self, x):
+        return self.head({hidden})
+torch.manual_seed(0)
+model = Model()
+optimizer = torch.optim.SGD(model.parameters(), lr={rate})
+for step in range(100):
+    torch.manual_seed({seed})
+    x = torch.randn(16, 8)
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(model(x), x[:, :4].argmax(-1)).backward()
+    optimizer.step()
+"""
+LEARNS = {"hidden": "self.act(self.body(x))", "rate": "0.1", "seed": "step"}
+FAULTS_OF_THE_RUN = {
+    "no_gradient": {"hidden": "self.act(self.body(x)).detach()"},
+    "unchanged": {"rate": "0.0"},
+    "dead": {"hidden": "self.act(self.body(x) - 100)"},
+    "data": {"seed": "0"},
+}
+
+
+@pytest.mark.parametrize("rule", [*FAULTS_OF_THE_RUN, ""])
+def test_the_last_line_says_what_check_puts_first(tmp_path: Path, rule: str) -> None:
+    (tmp_path / "train.py").write_text(OF_THE_WHOLE_RUN.format(**{**LEARNS, **FAULTS_OF_THE_RUN.get(rule, {})}))
+    lines = jobs.succeeded(jobs.program(tmp_path, "train.py", RECORDER="1", RECORDER_DIR="runs")).output.splitlines()
+    found = [one for one in recorder.check(recorder.open_run(tmp_path / "runs")).findings if not one.cause]
+    worst = [one for one in found if one.severity > Severity.NOTE][:1]
+    assert [one.rule for one in worst] == [rule] * bool(rule)
+    assert [f"; {one.text}" in lines[-2] for one in worst] == [True] * bool(rule)
+    assert lines[-2].endswith("; nothing dropped") and ": next: recorder check " in lines[-1]
+    assert rule or lines[-2].endswith("up to step 99; nothing dropped")
+
+
 def test_a_rule_with_many_findings_hides_no_other_rule_in_the_status() -> None:
     watch = RingWatch(load_settings(environ={}))
     modules = [{"path": f"m.{number}", "class": "Linear", "sites": [], "untrained": ["weight"]} for number in range(12)]

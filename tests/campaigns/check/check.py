@@ -3,12 +3,14 @@
 Of each fault the right rule has to name the right module, alone or beside two sound trainings of its kind. Of a sound
 training nothing may be said above a note, neither alone nor beside two others of its kind, and the rules that read
 units and histograms have to judge it. `--seed 70` asks the same of other trainings. `--flag-alone` records by the
-default rules, and asks without sound trainings: which faults are named, and which sound trainings raise an alarm.
+default rules, and asks without sound trainings: which faults are named, which of these the training itself told as it
+ended, and which sound trainings raise an alarm, at their end or in `check`.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -16,6 +18,7 @@ from pathlib import Path
 import recorder
 from recorder.analyze.check.check import Checked, check
 from recorder.checks.rule import Severity
+from recorder.format.rundir import STATUS
 from tests.rigs import jobs
 
 from .programs.cases import ANY, BASE, EXPECTED, FAULTS, FLAG_ALONE, SOUND, Named
@@ -58,6 +61,15 @@ def is_named(checked: Checked, wanted: Named) -> bool:
     )
 
 
+def told_at_end(folder: Path) -> set[str]:
+    """The rules of which a training told a finding, on any rank, in the last status that it wrote."""
+    statuses = [json.loads(path.read_bytes()) for path in folder.glob(f"recordings/*/rank=*/*/{STATUS}")]
+    told = {one["rule"] for status in statuses for one in status["findings"]}
+    # The last line compares what rank 0 and the other ranks wrote of models that must be equal.
+    apart = len({json.dumps(status.get("replicas")) for status in statuses}) > 1
+    return told | {"replica"} if apart else told
+
+
 def twins(name: str, seed: int = 0) -> list[str]:
     """The sound trainings that are the baselines of one of this seed."""
     return [f"{BASE.get(name, name)}@{seed + number}" for number in range(1, NUM_TWINS + 1)]
@@ -87,14 +99,15 @@ def _with_flag_alone(folder: Path, names: list[str], seed: int) -> int:
     record(folder, [f"{FLAG_ALONE}{name}@{seed}" for name in names])
     counts: Counter[str] = Counter()
     for name in names:
-        checked = judged(folder, f"{FLAG_ALONE}{name}@{seed}", [])
+        training = f"{FLAG_ALONE}{name}@{seed}"
+        checked, at_end = judged(folder, training, []), told_at_end(folder / training)
         said = [
             f"{one.rule} {one.module_path or repr('')}"
             for one in checked.findings
             if one.severity > Severity.NOTE and not one.cause
         ]
         if name in SOUND:
-            verdict = "FALSE ALARM" if said else "quiet"
+            verdict = "FALSE ALARM" if said or at_end else "quiet"
         else:
             wanted = EXPECTED[name]
             if wanted.by_default:
@@ -104,7 +117,9 @@ def _with_flag_alone(folder: Path, names: list[str], seed: int) -> int:
             otherwise = "named otherwise" if said else "noted" if is_noted else "not named"
             verdict = "named" if is_named(checked, wanted) else otherwise
         counts[verdict] += 1
-        print(f"{verdict:16} {name:24} {', '.join(dict.fromkeys(said)) or '-'}"[:200], flush=True)
+        counts["named as the training ended"] += verdict == "named" and wanted.rule in at_end
+        more = "" if at_end == {one.split()[0] for one in said} else f"; at its end: {', '.join(sorted(at_end)) or '-'}"
+        print(f"{verdict:16} {name:24} {', '.join(dict.fromkeys(said)) or '-'}{more}"[:200], flush=True)
     print(", ".join(f"{num} {verdict}" for verdict, num in counts.items()))
     return int(counts["FALSE ALARM"] > 0)
 
