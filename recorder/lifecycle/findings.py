@@ -183,7 +183,7 @@ def worst_of_others(run_dir: Path, own: Mapping[str, Any], *, job: JobRank, worl
         until_s: a time of the monotonic clock.
     """
     statuses: list[dict[str, Any]] = []
-    while sum(status["state"] == "closed" for status in statuses) < min(world_size, MAX_RANKS) - 1:
+    while sum("replicas" in status for status in statuses) < min(world_size, MAX_RANKS) - 1:
         statuses = []
         for path in itertools.islice(run_dir.glob(f"rank=*/*/{STATUS}"), MAX_RANKS):
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # it may be written at this moment

@@ -87,6 +87,8 @@ class Recording:
         """The manifest as of just before the hooks were removed, when there still were modules to describe."""
         self._next_status_s = 0.0
         self._is_closed = False
+        self._is_judged = False
+        """Whether this rank has judged the run as a whole, so that its status has all its findings."""
         kernels = native.load(settings.native)
         self.writer = Writer(
             settings=settings,
@@ -97,6 +99,7 @@ class Recording:
             saw=self._saw,
             observed=lambda: self.capture.observed,
             ending=self._before_last,
+            sealed=self._judge_whole,
         )
         capacity = settings.pool_bytes or default_capacity_bytes(own_topology.local_world_size)
         pool = Pool(capacity, progress_s=lambda: self.writer.hurried_progress_s(), clock=time.monotonic)
@@ -230,15 +233,23 @@ class Recording:
     def _before_last(self) -> None:
         """Look for triggers a last time, before the ring gives up its values. Called on the writer thread."""
         try:
-            roots = self._last_manifest.get("roots", ())
-            self._ring.findings.judge_program(roots)
-            self._ring.end(self.capture, self.commands, roots)
+            self._ring.findings.judge_program(self._last_manifest.get("roots", ()))
+            self._ring.end(self.capture, self.commands)
             if self._ring.has_triggers:
                 news = self._description.news(self._events, self.commands)
                 self.writer.set_manifest({**self._last_manifest, **news})
             self._show_status()
         except Exception as error:
             self._events.add("hook_error", f"a last trigger failed: {type(error).__name__}: {error}", key="ending")
+
+    def _judge_whole(self) -> None:
+        """Judge the run as a whole, once all rows are safe on the disk. Called on the writer thread."""
+        try:
+            self._ring.judge_whole(self._last_manifest.get("roots", ()))
+            self._is_judged = True
+            self._show_status()
+        except Exception as error:
+            self._events.add("hook_error", f"a last judgement failed: {type(error).__name__}: {error}", key="judging")
 
     def _show_status(self) -> None:
         self._answer()
@@ -247,7 +258,7 @@ class Recording:
     def _status(self) -> dict[str, Any]:
         findings = self._ring.findings.for_status(self.capture.nonfinite.first)
         status = self._description.status(self.capture, self.commands, findings)
-        return {**status, "replicas": self._replicas()} if self._is_closed else status
+        return {**status, "replicas": self._replicas()} if self._is_judged else status
 
     def _replicas(self) -> dict[str, list[Any]]:
         return self._ring.replicas(self._last_manifest.get("roots", ()), self.world_size)

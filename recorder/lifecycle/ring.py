@@ -134,20 +134,21 @@ class RingWatch:
             self._look_whether_off(capture)
             self._triggers.look(capture.clock.step)
 
-    def end(self, capture: Capture, commands: Commands, roots: Sequence[Mapping[str, Any]]) -> None:
-        """Judge the whole run, and look for triggers a last time, before the ring gives up its values. Writer thread.
-
-        `roots` is what the writer's manifest says of the models.
-        """
+    def end(self, capture: Capture, commands: Commands) -> None:
+        """Look for triggers a last time, before the ring gives up its values. Writer thread."""
         if self._checks is not None:
             self._checks.finish()
-            self.findings.end(self._checks.revised, self._checks.judge_whole(roots), self._checks.catalog)
         self.findings.say()
         if self._triggers is None:
             return
         self._look_whether_off(capture)
         commands.look()
         self._triggers.end(capture.clock.step)
+
+    def judge_whole(self, roots: Sequence[Mapping[str, Any]]) -> None:
+        """Judge the run as a whole, after `end`. `roots` is what the manifest says of the models. Writer thread."""
+        if self._checks is not None:
+            self.findings.end(self._checks.revised, self._checks.judge_whole(roots), self._checks.catalog)
 
     def replicas(self, roots: Sequence[Mapping[str, Any]], world_size: int) -> dict[str, list[Any]]:
         """Return what must be equal on all ranks after the last step; see `LiveChecks.replicas`."""

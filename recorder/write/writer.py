@@ -134,12 +134,13 @@ class Writer:
         poll: Callable[[], Mapping[str, Any] | None],
         saw: Callable[[Sequence[Staged], Sequence[Measured]], None] = lambda records, measured: None,
         ending: Callable[[], None] = lambda: None,
+        sealed: Callable[[], None] = lambda: None,
         disk: Disk | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Prepare the writer. Nothing runs before `start`.
 
-        All functions but `observed` are called on the writer thread. `saw` and `ending` may not raise.
+        All functions but `observed` are called on the writer thread. `saw`, `ending` and `sealed` may not raise.
 
         Args:
             settings: all settings of the recording.
@@ -151,6 +152,7 @@ class Writer:
             saw: is called with records once they are measured.
             ending: is called in `close` when the queue is empty. It may call `dump`, and is then called again after the
                 dump is written.
+            sealed: is called in `close` when all rows are safe on the disk. It may set the last status.
             observed: returns the number of rows so far. It is called on any thread.
             disk: another disk, for tests.
             clock: monotonic, in seconds.
@@ -178,6 +180,7 @@ class Writer:
         self._settings = settings
         self._ring: Ring | None = None
         self._ending = ending
+        self._sealed = sealed
         self._next_told_s = 0.0
         self._manifest: Mapping[str, Any] | None = None
         self._status: Mapping[str, Any] | None = None
@@ -695,8 +698,10 @@ class Writer:
         ledger = self._ledger.close(INTERRUPTED)
         is_sealed = self._writer_directory.close(ledger)
         self._is_complete = is_flushed and is_sealed and self._refusal == CLOSED and not ledger.get("suspect")
-        self._show("closed")
         self._is_stopped = True
+        if self._is_complete:
+            self._sealed()
+        self._show("closed")
 
     def _discard_queue(self) -> None:
         while (item := self._next_item()) is not None:
