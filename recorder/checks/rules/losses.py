@@ -110,13 +110,14 @@ class LossStuck(CurveRule):
         self._earlier.put(curves, num, self._rings.put(curves, num, values))
         self._steps.put(curves, num, np.full(len(curves), float(self.step)))
         num, ring = num + 1, self._rings.values[curves]
-        now, middle = ring.mean(axis=1), np.median(ring, axis=1)
+        now, (low, middle, high) = ring.mean(axis=1), _quantiles(ring)
         self._middle[curves] = middle
         is_begun = num == self._window
-        self._began[curves[is_begun]], self._noise[curves[is_begun]] = now[is_begun], ring[is_begun].std(axis=1)
+        if is_begun.any():
+            self._began[curves[is_begun]], self._noise[curves[is_begun]] = now[is_begun], ring[is_begun].std(axis=1)
         began = self._began[curves]
         with np.errstate(all="ignore"):
-            spread = np.nan_to_num((ring.max(axis=1) - ring.min(axis=1)) / np.abs(now), posinf=0.0)
+            spread = np.nan_to_num((high - low) / np.abs(now), posinf=0.0)
         is_late = num >= 2 * self._window
         limit = np.maximum(began * self.thresholds["rise"], began + 3 * self._noise[curves])  # some lie around zero
         is_risen = is_late & (middle > limit) & (began > 0)  # one bad batch moves the mean, but not the median
@@ -126,9 +127,8 @@ class LossStuck(CurveRule):
         negated = self.catalog.mark("negated", self._is_negated)[self.catalog.series_of[np.array(self.lanes)[curves]]]
         below = np.abs(began) * np.where(negated, self.thresholds["negated"], self.thresholds["bottomless"])
         is_below = is_late & (-middle > below) & (negated | (-middle > self.thresholds["bottomless"]))
-        earlier, low = self._earlier.values[curves], ring.min(axis=1)
-        usual = np.median(earlier, axis=1)
-        beyond = np.maximum(2 * usual, usual + self.thresholds["ranges"] * np.ptp(earlier, axis=1))
+        least, usual, most = _quantiles(self._earlier.values[curves])
+        beyond = np.maximum(2 * usual, usual + self.thresholds["ranges"] * (most - least))
         top = np.minimum(self.thresholds["leap"] * usual, beyond)
         is_leapt = is_late & ~is_risen & (low > top) & (top > 0) & (low > self.thresholds["share"] * np.abs(began))
         found = (
@@ -228,6 +228,15 @@ class LossStuck(CurveRule):
 def _block_size(num: Integers) -> Integers:
     """Return how many samples a block has once a curve has had more than `num` samples."""
     return np.asarray(2 ** np.ceil(np.log2(np.maximum((num + 1) / _NUM_BLOCKS, 1))), np.int64)
+
+
+def _quantiles(values: Floats) -> tuple[Floats, Floats, Floats]:
+    """Return the least, the median and the largest value of each row; NaN for a row with a NaN."""
+    ascending, num = np.sort(values, axis=1), values.shape[1]  # one sort takes a fifth of the time of `np.median`
+    most = ascending[:, -1]  # NaNs come last
+    is_known = most == most
+    middle = (ascending[:, (num - 1) // 2] + ascending[:, num // 2]) / 2
+    return np.where(is_known, ascending[:, 0], np.nan), np.where(is_known, middle, np.nan), most
 
 
 class Overfitting(CurveRule):
