@@ -51,6 +51,10 @@ WHOLE_RULES: tuple[type[CheckRule], ...] = (
     RunningStatistics,
 )  # fmt: skip
 """The rules that judge a training as a whole by statistics of one rank."""
+EARLY_RULES: tuple[type[CheckRule], ...] = (NoGradient, Unchanged, Data)
+"""Those of the whole rules that also judge a training under way: what they find is there from the first step on."""
+_FIRST_EARLY, _EARLY_AGAIN = 256, 4
+"""The number of steps after which the early rules judge, and the factor by which it grows each time."""
 _MAX_PROBED = 1024
 """The most steps whose numbers from the probe wait for the writer thread. Older steps are dropped."""
 _MOST_REPLICAS = 4
@@ -85,6 +89,7 @@ class LiveChecks:
         self._is_off = False
         self._in_batches = in_batches
         self._has_scalars = False
+        self._num_steps, self._next_early = 0, _FIRST_EARLY
         self._probed: deque[ProbedStep] = deque(maxlen=_MAX_PROBED)
         """The probe's numbers of steps that the writer thread has not reached yet."""
         self._last: ProbedStep | None = None
@@ -133,21 +138,30 @@ class LiveChecks:
         except Exception as error:  # an error here must not end the recording
             self._turn_off(error)
 
-    def judge_whole(self, roots: Sequence[Mapping[str, Any]]) -> list[Finding]:
-        """Return what `WHOLE_RULES` find in the steps that were kept of the run. Called after `finish`.
+    def is_due(self) -> bool:
+        """Return whether `EARLY_RULES` are to judge the run now. True once after 256 steps, 1,024 steps, and so on."""
+        is_due = self._num_steps >= self._next_early
+        while self._num_steps >= self._next_early:
+            self._next_early *= _EARLY_AGAIN
+        return is_due
+
+    def judge_whole(
+        self, roots: Sequence[Mapping[str, Any]], rules: Sequence[type[CheckRule]] = WHOLE_RULES
+    ) -> list[Finding] | None:
+        """Return what rules find in the steps that were kept of the run so far, notes among them. None: no judgement.
 
         `roots` is what the writer's manifest says of the models.
         """
         if self._is_off or not self._kept.steps:
-            return []
+            return None
         try:
             catalog = self._seen.copied_catalog(_modules_of(roots))
-            engine = Engine(make_rules(WHOLE_RULES, catalog, self._thresholds), catalog)
+            engine = Engine(make_rules(rules, catalog, self._thresholds), catalog)
             engine.add(self._seen.rows_of(self._kept.steps, catalog, (*SITES, UPDATE)))
             return engine.finish().findings
         except Exception as error:  # an error here must not end the recording
             self._turn_off(error)
-            return []
+            return None
 
     def replicas(self, roots: Sequence[Mapping[str, Any]], world_size: int) -> dict[str, list[Any]]:
         """Return, for each model that DDP keeps equal on all ranks, the last step, and digests of names and of norms.
@@ -210,6 +224,7 @@ class LiveChecks:
     def _judge(self) -> None:
         due, self._due, self._judged_s = self._due, [], time.monotonic()
         if due:
+            self._num_steps += len(due)
             self._kept.add(due)
             self._engine.add(self._seen.rows_of(due, self.catalog, self._sites))
         self._engine.flush()

@@ -38,7 +38,7 @@ _MAX_FINDINGS = 8
 _OF_SUMS = (Spike.name, Jump.name)
 """The rules on losses and norms, which may be sums over the calls of a model."""
 _NONFINITE, NOT_FINITE = "nonfinite", "not finite"
-_PLACE = attrgetter("rule", "step", "root", "module_path", "site", "name")
+_PLACE = attrgetter("rule", "root", "module_path", "site", "name")
 _LOOK_S = 0.05
 """The seconds between two looks at the statuses of the other ranks."""
 
@@ -58,6 +58,8 @@ class LiveFindings:
         """Whether several models are recorded, so that a finding is told with its model."""
         self._of_program: list[Finding] = []
         """What the rules on the program find at present."""
+        self._early: list[Finding] = []
+        """What the rules on the run so far have found."""
         self._at_end: list[Finding] = []
         """All findings after the last step."""
         self._told: dict[tuple[str, str], dict[str, Any]] = {}
@@ -74,7 +76,7 @@ class LiveFindings:
     @property
     def _all(self) -> list[Finding]:
         of_rules = (one for found in self._found.values() for one in found if not self._is_noted(one))
-        return [*self._of_program, *of_rules]
+        return [*self._of_program, *self._early, *of_rules]
 
     def add(self, finding: Finding) -> None:
         """Add the finding of a rule, which is logged if it is the first of the rule.
@@ -88,28 +90,41 @@ class LiveFindings:
             found.append(finding)
         self._count(finding, is_logged=True)
 
-    def end(self, revised: Callable[[Finding], Finding], whole: Sequence[Finding], catalog: Catalog) -> None:
-        """Drop the findings that are notes after the last step, and add those of the whole run, which nothing logs.
+    def judge_early(self, found: Sequence[Finding], catalog: Catalog) -> None:
+        """Take what rules find in the run so far. Each value is counted once, and a rule is logged once, on rank 0.
+
+        `catalog` has the values of the rank.
+        """
+        known = set(map(_PLACE, self._early))
+        found = [one for one in with_causes(found, catalog) if one.severity > Severity.NOTE and not one.cause]
+        for one in found:
+            if _PLACE(one) not in known:
+                self._early.append(one)
+                self._count(one, is_logged=self.rank == 0)
+
+    def end(
+        self, revised: Callable[[Finding], Finding], whole: Sequence[Finding] | None, catalog: Catalog
+    ) -> None:  # fmt: skip
+        """Keep the findings as they are after the last step, with those of the whole run, which nothing logs.
 
         Args:
             revised: returns a finding as it is after the last step. A spike that came with other data for good is a
                 note.
-            whole: the findings of the rules that judge the whole run, or nothing, if these could not be applied.
+            whole: the findings of the rules that judge the whole run; None if these could not be applied.
             catalog: the values of the rank.
         """
+        if whole is not None:  # it has these, too
+            self._of_program, self._early = [], []
         for rule, found in self._found.items():
             self._found[rule] = [one for one in found if revised(one).severity > Severity.NOTE]
-        known = self._all
-        self._of_program = [] if whole else self._of_program  # `whole` has them, too
-        self._at_end = [
-            one
-            for one in with_causes([*self._all, *whole], catalog)
-            if one.severity > Severity.NOTE and one.rule != NonFinite.name
-        ]
-        places = set(map(_PLACE, known))
+        found = with_causes([*self._all, *(whole or ())], catalog)
+        self._at_end = [one for one in found if one.severity > Severity.NOTE and one.rule != NonFinite.name]
+        before, self._told = self._told, {}
         for one in self._at_end:
-            if not one.cause and _PLACE(one) not in places:
+            if not one.cause:
                 self._count(one, is_logged=False)
+        for place, told in self._told.items():
+            told["number"] = max(told["number"], before.get(place, told)["number"])
 
     def told(self, one: Finding) -> str:
         """Return a finding in words, with the number of further modules of which its rule says the same."""

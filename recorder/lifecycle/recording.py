@@ -223,6 +223,8 @@ class Recording:
                 self._manifest_key = (False, *key[1:])
                 manifest = self._manifest()
                 self._ring.findings.judge_program(manifest["roots"])
+            if self._ring.is_judgement_due():
+                self._ring.judge_early((manifest or self._manifest())["roots"])
             if time.monotonic() >= self._next_status_s:  # the first status is due at once
                 self._next_status_s = time.monotonic() + (self._settings.status_interval_s or math.inf)
                 self._show_status()

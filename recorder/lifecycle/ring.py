@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..capture.core import Capture
 from ..capture.staging.pool import Pool, RingMemory
 from ..checks.book import check_settings
-from ..checks.live import LIVE_RULES, LiveChecks
+from ..checks.live import EARLY_RULES, LIVE_RULES, LiveChecks
 from ..checks.rule import Finding, Severity
 from ..checks.rules.data import EmptyBatch
 from ..config import Loaded, Settings
@@ -144,6 +144,15 @@ class RingWatch:
         self._look_whether_off(capture)
         commands.look()
         self._triggers.end(capture.clock.step)
+
+    def is_judgement_due(self) -> bool:
+        """Return whether `judge_early` is to be called. Writer thread."""
+        return self._checks is not None and self._checks.is_due()
+
+    def judge_early(self, roots: Sequence[Mapping[str, Any]]) -> None:
+        """Judge the run so far. `roots` is what the manifest says of the models. Writer thread."""
+        if self._checks is not None:
+            self.findings.judge_early(self._checks.judge_whole(roots, EARLY_RULES) or (), self._checks.catalog)
 
     def judge_whole(self, roots: Sequence[Mapping[str, Any]]) -> None:
         """Judge the run as a whole, after `end`. `roots` is what the manifest says of the models. Writer thread."""

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import recorder
+from recorder.checks.rows import Catalog
 from recorder.checks.rule import Finding, Severity
 from recorder.config import load_settings
 from recorder.lifecycle.ring import RingWatch
@@ -131,14 +132,16 @@ class Model(nn.Module):
 torch.manual_seed(0)
 model = Model()
 optimizer = torch.optim.SGD(model.parameters(), lr={rate})
-for step in range(100):
+for step in range({steps}):
     torch.manual_seed({seed})
     x = torch.randn(16, 8)
     optimizer.zero_grad()
     nn.functional.cross_entropy(model(x), x[:, :4].argmax(-1)).backward()
     optimizer.step()
+{after}
+print("done", flush=True)
 """
-LEARNS = {"hidden": "self.act(self.body(x))", "rate": "0.1", "seed": "step"}
+LEARNS = {"hidden": "self.act(self.body(x))", "rate": "0.1", "seed": "step", "steps": "100", "after": ""}
 FAULTS_OF_THE_RUN = {
     "no_gradient": {"hidden": "self.act(self.body(x)).detach()"},
     "unchanged": {"rate": "0.0"},
@@ -157,6 +160,39 @@ def test_the_last_line_says_what_check_puts_first(tmp_path: Path, rule: str) -> 
     assert [f"; {one.text}" in lines[-2] for one in worst] == [True] * bool(rule)
     assert lines[-2].endswith("; nothing dropped") and ": next: recorder check " in lines[-1]
     assert rule or lines[-2].endswith("up to step 99; nothing dropped")
+
+
+WAITS = """
+import pathlib, time
+while not any('"no_gradient"' in one.read_text() for one in pathlib.Path("runs").glob("*/*/*/_status.json")):
+    time.sleep(0.05)
+"""
+
+
+def test_a_detached_encoder_is_said_while_the_program_trains(tmp_path: Path) -> None:
+    fault = {"hidden": "self.act(self.body(x)).detach()", "steps": "300", "after": WAITS}
+    (tmp_path / "train.py").write_text(OF_THE_WHOLE_RUN.format(**{**LEARNS, **fault}))
+    settings = {"RECORDER": "1", "RECORDER_DIR": "runs", "RECORDER_STATUS_INTERVAL_S": "0.2"}
+    lines = jobs.succeeded(jobs.program(tmp_path, "train.py", **settings)).output.splitlines()
+    (said,) = (line for line in lines[: lines.index("done")] if "rank 0: " in line)
+    assert "rank 0: step 0, 'body' param weight: never had a gradient" in said
+    assert "; step 0, 'body' param weight: never had a gradient" in lines[-2]
+
+
+def test_what_was_found_early_and_is_over_at_the_end_is_in_no_last_line() -> None:
+    watch = RingWatch(load_settings(environ={}))
+    early = Finding(
+        "no_gradient", Severity.WARNING, 0, "model", "head", "param", "weight", ranks=(0,), what="never had a gradient",
+        measure="", value=9.0, threshold=1.0, advice="",
+    )  # fmt: skip
+    for _ in range(2):
+        watch.findings.judge_early([early], Catalog())
+    assert [(one["rule"], one["number"]) for one in watch.findings.for_status(None)] == [("no_gradient", 1)]
+    assert watch.findings.worst == early
+    watch.findings.end(lambda one: one, None, Catalog())  # the whole run could not be judged
+    assert watch.findings.worst == early
+    watch.findings.end(lambda one: one, [], Catalog())
+    assert watch.findings.worst is None and not watch.findings.for_status(None)
 
 
 def test_a_rule_with_many_findings_hides_no_other_rule_in_the_status() -> None:
