@@ -153,6 +153,7 @@ class RingWatch:
         """Judge the run so far. `roots` is what the manifest says of the models. Writer thread."""
         if self._checks is not None:
             self.findings.judge_early(self._checks.judge_whole(roots, EARLY_RULES) or (), self._checks.catalog)
+            self.findings.say()
 
     def judge_whole(self, roots: Sequence[Mapping[str, Any]]) -> None:
         """Judge the run as a whole, after `end`. `roots` is what the manifest says of the models. Writer thread."""
