@@ -6,6 +6,7 @@ Only one thread may use an object of this module. No function opens a file.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import NamedTuple
@@ -15,7 +16,7 @@ import numpy.ma  # numpy imports it at the first `unique`: on the writer thread,
 
 from ..records import Measured, ProbedStep, Staged
 from ..sites import OF_MODULES
-from .rows import IS_PROBE, About, Catalog, Floats, Integers, ModuleFacts, Rows, SeriesKey
+from .rows import IS_PROBE, About, Catalog, Floats, Integers, Memory, ModuleFacts, Rows, SeriesKey
 
 _STATISTICS = (
     "mean", "std", "min", "max", "absmax", "l2", "sum", "sum_sq", "nan_count", "inf_count", "zero_count"
@@ -24,8 +25,11 @@ _HASH = "fingerprint.hash"
 _COLUMNS = ("lane", "numel", "micro_step", _HASH, *_STATISTICS)
 _EXACT = 1 << 53
 """The integers below are exact as a float."""
-_MAX_BYTES, _MAX_STEPS = 8 << 20, 1024
-"""The most bytes and steps that `KeptSteps` keeps. The rules read so many in about a second."""
+_MAX_ROWS, _MAX_STEPS = 300_000, 1024
+"""The most rows and steps that `KeptSteps` keeps. A row takes 16 bytes (of the probe) or 120 (of a record)."""
+_NUM_TELLING, _NUM_LAST = 256, 32
+"""The most steps that are kept because they have something new, and because they are the last."""
+_SUM_SQ = _COLUMNS.index("sum_sq")
 _GOLDEN = 0x9E3779B1
 _NONE = np.zeros(0)
 NO_RECORDS: Floats = np.zeros((0, len(_COLUMNS)))
@@ -137,36 +141,67 @@ class SeenSteps:
 
 
 class KeptSteps:
-    """Some steps of the whole run, of irregular distances, so many as a fixed amount of memory holds."""
+    """Some steps of the whole run, so many as a fixed amount of memory holds: of irregular distances in a long run.
+
+    Steps at which a value is zero, or not zero, for the first time are kept in any case, and so are the last steps.
+    """
 
     def __init__(self) -> None:
         self._steps: list[SeenStep] = []
-        self._num_bytes = 0
+        self._telling: list[SeenStep] = []
+        self._last: deque[SeenStep] = deque(maxlen=_NUM_LAST)
         self._one_of = 1
-        """One of so many steps is kept. A power of two."""
+        """Of the other steps, one of so many is kept. A power of two."""
+        self._num_rows = 0
+        self._of_probe, self._of_records = _Zeros(), _Zeros()
 
     @property
     def steps(self) -> Sequence[SeenStep]:
-        return self._steps
+        kept = {id(one): one for one in (*self._telling, *self._steps, *self._last)}
+        return sorted(kept.values(), key=lambda one: one.probed.step)
 
     def add(self, steps: Iterable[SeenStep]) -> None:
         """Keep the next steps. If they are too many, half of all are dropped, and half of those that follow."""
         for one in steps:
-            if self.wants(one.probed.step):
+            self._last.append(one)
+            while len(self._last) > 1 and sum(map(_num_rows_of, self._last)) > _MAX_ROWS // 4:
+                self._last.popleft()
+            seen = np.flatnonzero(one.probed.numels)
+            is_telling = self._of_probe.has_news(seen, one.probed.sums[seen])
+            is_telling |= self._of_records.has_news(one.records[:, 0].astype(np.int64), one.records[:, _SUM_SQ])
+            if is_telling and len(self._telling) < _NUM_TELLING and self._num_rows < _MAX_ROWS:
+                self._telling.append(one)
+                self._num_rows += _num_rows_of(one)
+            elif self._is_kept(one.probed.step):
                 self._steps.append(one)
-                self._num_bytes += _bytes_of(one)
-        while len(self._steps) > 1 and (self._num_bytes > _MAX_BYTES or len(self._steps) > _MAX_STEPS):
+                self._num_rows += _num_rows_of(one)
+        while self._steps and (self._num_rows > _MAX_ROWS or len(self._steps) > _MAX_STEPS) and self._one_of < _EXACT:
             self._one_of *= 2
-            self._steps = [one for one in self._steps if self.wants(one.probed.step)]
-            self._num_bytes = sum(map(_bytes_of, self._steps))
+            self._steps = [one for one in self._steps if self._is_kept(one.probed.step)]
+            self._num_rows = sum(map(_num_rows_of, (*self._telling, *self._steps)))
 
-    def wants(self, step: int) -> bool:
-        """Return whether a step would be kept. The distances are irregular: some trainings alternate."""
+    def _is_kept(self, step: int) -> bool:
+        # Irregular distances, because some trainings alternate.
         return (step * _GOLDEN >> 16) % self._one_of == 0
 
 
-def _bytes_of(one: SeenStep) -> int:
-    return one.probed.sums.nbytes + one.probed.numels.nbytes + one.records.nbytes
+class _Zeros:
+    """Remembers of each value whether it was ever zero in all elements, and whether it was ever not."""
+
+    def __init__(self) -> None:
+        self._was_zero, self._was_other = Memory(0.0), Memory(0.0)
+
+    def has_news(self, values: Integers, sums: Floats) -> bool:
+        """Take the sums of squares of some values. Return whether a value is zero, or is not, for the first time."""
+        is_zero = sums == 0
+        is_new = np.where(is_zero, self._was_zero[values], self._was_other[values]) == 0
+        self._was_zero[values[is_zero]] = 1.0
+        self._was_other[values[~is_zero]] = 1.0
+        return bool(is_new.any())
+
+
+def _num_rows_of(one: SeenStep) -> int:
+    return len(one.probed.sums) + len(one.records)
 
 
 def _whole_numel(staged: Staged) -> int:

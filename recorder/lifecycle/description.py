@@ -144,6 +144,8 @@ class Summary:
     """True if a rule applies to rank 0."""
     finding: str = ""
     """The worst finding of the rules that ran in training, on rank 0 or else on another rank; empty without one."""
+    is_judged: bool = True
+    """False if there was no time to judge the run as a whole."""
     never_moved: str = ""
     """Why all values are of one step; empty if an optimizer or the program has counted steps."""
     num_dumps: int = 0
@@ -165,6 +167,8 @@ class Summary:
         is_elsewhere = f": {NOT_FINITE} (" in self.finding  # on another rank, and before that of rank 0
         if self.finding:
             clauses.insert(0 if is_elsewhere else len(clauses), self.finding)
+        if not self.is_judged:
+            clauses.append("not judged as a whole, for lack of time")
         if self.never_moved:
             clauses.append(self.never_moved)
         clauses.append(f"dropped {', '.join(dropped)}" if dropped else "nothing dropped")

@@ -324,6 +324,7 @@ class Recording:
             ledger=ledger,
             nonfinite=self.capture.nonfinite.first,
             finding=self._worst_finding(run_dir, min(until_s, time.monotonic() + _WAIT_FOR_RANKS_S)),
+            is_judged=self._is_judged,
             written_bytes=stats.written_bytes,
             waited_s=pool.waited_s,
             longest_wait_s=pool.longest_wait_s,

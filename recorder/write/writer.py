@@ -152,7 +152,8 @@ class Writer:
             saw: is called with records once they are measured.
             ending: is called in `close` when the queue is empty. It may call `dump`, and is then called again after the
                 dump is written.
-            sealed: is called in `close` when all rows are safe on the disk. It may set the last status.
+            sealed: is called in `close` when all rows are safe on the disk, unless its deadline is over by then. It may
+                set the last status.
             observed: returns the number of rows so far. It is called on any thread.
             disk: another disk, for tests.
             clock: monotonic, in seconds.
@@ -394,6 +395,7 @@ class Writer:
             self._notices.say(WRITER_DEAD, problem, level=logging.ERROR)
             with contextlib.suppress(Exception):
                 self._show("failed")
+                self._writer_directory.end_status()
         finally:
             self._is_stopped = True
             self._discard_queue()
@@ -698,10 +700,12 @@ class Writer:
         ledger = self._ledger.close(INTERRUPTED)
         is_sealed = self._writer_directory.close(ledger)
         self._is_complete = is_flushed and is_sealed and self._refusal == CLOSED and not ledger.get("suspect")
-        self._is_stopped = True
-        if self._is_complete:
-            self._sealed()
         self._show("closed")
+        self._is_stopped = True
+        if self._clock() < self._close_until_s:
+            self._sealed()
+            self._show("closed")
+        self._writer_directory.end_status()
 
     def _discard_queue(self) -> None:
         while (item := self._next_item()) is not None:

@@ -168,8 +168,10 @@ class WriterDirectory:
         with contextlib.suppress(OSError):
             own["free_bytes"] = self._disk.free_bytes(self.path)
         self._status.write(self.path, {**status, **own}, written_bytes=self.written_bytes)
-        if state != "recording":
-            self._status.close()
+
+    def end_status(self) -> None:
+        """Close `_status.json`. `show` does nothing after that."""
+        self._status.close()
 
     def flush(self) -> bool:
         """Write all pending rows. Return True if no row was dropped."""
