@@ -584,9 +584,11 @@ class OptimizerHooks:
 
     def _note_rates(self) -> None:
         """Note the name of each parameter's learning rate in the manifest. Called for new optimizers and new groups."""
+        # An optimizer around another, as of Accelerate, has the groups of the other, by whose name rates are recorded.
+        live = sorted(self._live(), key=lambda one: "param_groups" in vars(one))
         rates = {
             id(parameter): f"lr.{self.name_of(one)}.{number}"
-            for one in self._live()
+            for one in live
             for number, group in zip(self._numbers(one), one.param_groups, strict=True)
             for parameter in group["params"]
         }

@@ -260,9 +260,9 @@ class StreakRule(CheckRule):
                 self._lanes[one] = lane
             yield one
 
-    def with_detail(self, one: Finding, detail: str) -> Finding:
-        """Return a finding with a detail. It may still become a note if its condition is over at the end."""
-        found = one._replace(detail=detail)
+    def with_detail(self, one: Finding, detail: str, what: str | None = None) -> Finding:
+        """Return a finding with a detail, and with other words. It may still become a note at the end of the run."""
+        found = one._replace(detail=detail, what=one.what if what is None else what)
         if (lane := self._lanes.pop(one, None)) is not None:
             self._lanes[found] = lane
         return found

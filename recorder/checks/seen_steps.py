@@ -147,7 +147,9 @@ class KeptSteps:
     """
 
     def __init__(self) -> None:
-        self._steps: list[SeenStep] = []
+        self._steps: dict[int, SeenStep] = {}
+        """By the number of steps before it. The programs that never count steps have one step number."""
+        self._num_seen = 0
         self._telling: list[SeenStep] = []
         self._last: deque[SeenStep] = deque(maxlen=_NUM_LAST)
         self._one_of = 1
@@ -157,7 +159,7 @@ class KeptSteps:
 
     @property
     def steps(self) -> Sequence[SeenStep]:
-        kept = {id(one): one for one in (*self._telling, *self._steps, *self._last)}
+        kept = {id(one): one for one in (*self._telling, *self._steps.values(), *self._last)}
         return sorted(kept.values(), key=lambda one: one.probed.step)
 
     def add(self, steps: Iterable[SeenStep]) -> None:
@@ -172,17 +174,18 @@ class KeptSteps:
             if is_telling and len(self._telling) < _NUM_TELLING and self._num_rows < _MAX_ROWS:
                 self._telling.append(one)
                 self._num_rows += _num_rows_of(one)
-            elif self._is_kept(one.probed.step):
-                self._steps.append(one)
+            elif self._is_kept(self._num_seen):
+                self._steps[self._num_seen] = one
                 self._num_rows += _num_rows_of(one)
-        while self._steps and (self._num_rows > _MAX_ROWS or len(self._steps) > _MAX_STEPS) and self._one_of < _EXACT:
+            self._num_seen += 1
+        while len(self._steps) > 1 and (self._num_rows > _MAX_ROWS or len(self._steps) > _MAX_STEPS):
             self._one_of *= 2
-            self._steps = [one for one in self._steps if self._is_kept(one.probed.step)]
-            self._num_rows = sum(map(_num_rows_of, (*self._telling, *self._steps)))
+            self._steps = {number: one for number, one in self._steps.items() if self._is_kept(number)}
+            self._num_rows = sum(map(_num_rows_of, (*self._telling, *self._steps.values())))
 
-    def _is_kept(self, step: int) -> bool:
+    def _is_kept(self, number: int) -> bool:
         # Irregular distances, because some trainings alternate.
-        return (step * _GOLDEN >> 16) % self._one_of == 0
+        return (number * _GOLDEN >> 16) % self._one_of == 0
 
 
 class _Zeros:

@@ -10,6 +10,7 @@ import pytest
 from recorder.checks.book import read_table
 from recorder.checks.live import LiveChecks
 from recorder.checks.rule import Finding, Severity
+from recorder.checks.seen_steps import NO_RECORDS, KeptSteps, SeenStep
 from recorder.records import Measured, ProbedSeries, ProbedStep, ValuePlace
 from tests.checks.test_engine import Raising
 from tests.rigs.fakes import fake_staged
@@ -175,3 +176,39 @@ def test_the_probe_of_a_training_without_scalars_is_judged_and_not_kept() -> Non
             fed.checks.look()
             assert len(fed.checks._probed) < 64
     assert {(one.rule, one.step) for _, one in fed.said} == {("jump", 1500), ("spike", 1500)}
+
+
+def seen_step(step: int, squares: list[float]) -> SeenStep:
+    return SeenStep(ProbedStep(step, [], np.array(squares), np.full(len(squares), 4.0)), NO_RECORDS)
+
+
+def test_of_a_long_run_some_steps_are_kept_and_those_with_something_new() -> None:
+    kept = KeptSteps()
+    kept.add(seen_step(step, [1.0, float(step == 2021)]) for step in range(5000))
+    steps = [one.probed.step for one in kept.steps]
+    assert steps == sorted(set(steps))
+    assert {0, 2021, *range(4968, 5000)} <= set(steps)
+    assert 500 < len(steps) < 1024 + 100
+    assert {step % 2 for step in steps[1:100]} == {0, 1} and {step % 3 for step in steps} == {0, 1, 2}
+
+
+@pytest.mark.parametrize("is_counted", [True, False])
+def test_of_a_large_model_fewer_steps_are_kept(is_counted: bool) -> None:
+    kept = KeptSteps()
+    kept.add(seen_step(step * is_counted, [1.0] * 60_000) for step in range(100))  # some programs never count steps
+    assert 1 <= len(kept.steps) <= 9
+
+
+def test_a_parameter_with_a_gradient_now_and_then_is_no_finding_of_a_long_run() -> None:
+    def judged(every: int) -> set[str]:
+        fed = Fed(in_batches=True)
+        for step in range(3000):
+            fed.checks.probed(probed(step, float(step % every == every - 1)))
+            if step % 100 == 0:
+                fed.see(step, np.zeros(8), site="grad", name="weight", phase="optimizer", scope="final")
+        fed.checks.finish()
+        whole = fed.checks.judge_whole([])
+        assert whole is not None
+        return {one.rule for one in whole if one.severity > Severity.NOTE}
+
+    assert judged(1000) == set() and judged(4000) == {"no_gradient"}

@@ -131,7 +131,17 @@ class Model(nn.Module):
         return self.head({hidden})
 torch.manual_seed(0)
 model = Model()
+class Around(torch.optim.Optimizer):  # as AcceleratedOptimizer
+    def __init__(self, inside):
+        self.inside = inside
+    param_groups = property(lambda self: self.inside.param_groups)
+    state = property(lambda self: self.inside.state)
+    def zero_grad(self, set_to_none=True):
+        self.inside.zero_grad(set_to_none)
+    def step(self, closure=None):
+        self.inside.step(closure)
 optimizer = torch.optim.SGD(model.parameters(), lr={rate})
+optimizer = {around}
 for step in range({steps}):
     torch.manual_seed({seed})
     x = torch.randn(16, 8)
@@ -142,12 +152,17 @@ for step in range({steps}):
 print("done", flush=True)
 """
 LEARNS = {"hidden": "self.act(self.body(x))", "rate": "0.1", "seed": "step", "steps": "100", "after": ""}
+LEARNS |= {"around": "optimizer"}
 FAULTS_OF_THE_RUN = {
     "no_gradient": {"hidden": "self.act(self.body(x)).detach()"},
     "unchanged": {"rate": "0.0"},
+    "unchanged, its optimizer in another": {"rate": "0.0", "around": "Around(optimizer)"},
     "dead": {"hidden": "self.act(self.body(x) - 100)"},
     "data": {"seed": "0"},
 }
+
+
+NO_RATE = "its learning rate is 0, and the parameter does not change"
 
 
 @pytest.mark.parametrize("rule", [*FAULTS_OF_THE_RUN, ""])
@@ -156,7 +171,8 @@ def test_the_last_line_says_what_check_puts_first(tmp_path: Path, rule: str) -> 
     lines = jobs.succeeded(jobs.program(tmp_path, "train.py", RECORDER="1", RECORDER_DIR="runs")).output.splitlines()
     found = [one for one in recorder.check(recorder.open_run(tmp_path / "runs")).findings if not one.cause]
     worst = [one for one in found if one.severity > Severity.NOTE][:1]
-    assert [one.rule for one in worst] == [rule] * bool(rule)
+    assert [one.rule for one in worst] == [rule.partition(",")[0]] * bool(rule)
+    assert [one.what for one in worst if one.rule == "unchanged"] == [NO_RATE] * rule.startswith("unchanged")
     assert [f"; {one.text}" in lines[-2] for one in worst] == [True] * bool(rule)
     assert lines[-2].endswith("; nothing dropped") and ": next: recorder check " in lines[-1]
     assert rule or lines[-2].endswith("up to step 99; nothing dropped")

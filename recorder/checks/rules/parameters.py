@@ -310,13 +310,17 @@ class Unchanged(StreakRule):
             self._numel[params.lanes] = params["numel"]
             for one in super().add(rows.take(is_param)):
                 if self._has_gradient(one):
-                    one = self.with_detail(one, self._rate_at(one))
+                    rate = self._rate_at(one)
+                    was_zero = rate.startswith(_NO_RATE) and rate.endswith(" 0")
+                    what = f"{_NO_RATE} and the parameter does not change" if was_zero else one.what
+                    one = self.with_detail(one, "" if was_zero else rate, what)
                     yield one._replace(advice=_OF_NARROW) if one.severity == Severity.NOTE else one
 
     def revised(self, one: Finding) -> Finding:
         """Make a finding a note if the learning rate was zero at first, and the parameter has moved since."""
         lane = self._lanes.get(one)
-        if lane is None or self._streaks.length(lane) or not one.detail.startswith(_NO_RATE):
+        had_no_rate = one.what.startswith(_NO_RATE) or one.detail.startswith(_NO_RATE)
+        if lane is None or self._streaks.length(lane) or not had_no_rate:
             return one
         module, rank = self.catalog.modules.get((one.root, one.module_path)), one.ranks[0] if one.ranks else -1
         rates = self._rates.get((module.rates.get(one.name, ""), rank)) if module is not None else None

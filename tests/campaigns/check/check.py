@@ -117,8 +117,9 @@ def _with_flag_alone(folder: Path, names: list[str], seed: int) -> int:
             otherwise = "named otherwise" if said else "noted" if is_noted else "not named"
             verdict = "named" if is_named(checked, wanted) else otherwise
         counts[verdict] += 1
-        counts["named as the training ended"] += verdict == "named" and wanted.rule in at_end
-        more = "" if at_end == {one.split()[0] for one in said} else f"; at its end: {', '.join(sorted(at_end)) or '-'}"
+        causes = {one.split()[0] for one in said}
+        counts["named as the training ended"] += verdict == "named" and bool(causes & at_end)
+        more = "" if at_end == causes else f"; at its end: {', '.join(sorted(at_end)) or '-'}"
         print(f"{verdict:16} {name:24} {', '.join(dict.fromkeys(said)) or '-'}{more}"[:200], flush=True)
     print(", ".join(f"{num} {verdict}" for verdict, num in counts.items()))
     return int(counts["FALSE ALARM"] > 0)
