@@ -83,7 +83,7 @@ def main() -> None:
     gate.set()
 
     resident = []
-    for i in range(2000):
+    for i in range(2600):
         step()
         if i % 50 == 49:
             Doubled.contexts.clear()
