@@ -13,8 +13,8 @@ from tests.rigs.jobs import SCRIPTS, Finished
 
 MEMORY = SCRIPTS / "memory.py"
 WARM_UP = 22
-"""Samples of 50 steps: the pool's pages are touched, the first batches written, the allocators settled, and the most steps
-that are kept to judge the run, 1,024, are there and were judged."""
+"""Samples of 50 steps: the pool's pages are touched, the first batches written, the allocators settled, and the 1,024
+steps that are kept to judge the run are there and were judged."""
 
 
 @pytest.fixture(scope="module")
