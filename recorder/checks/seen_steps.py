@@ -69,9 +69,9 @@ class SeenSteps:
         if lane is None:
             of_series = SeriesKey(*place[:4], moment.mode, staged.phase, staged.scope or "")
             lane = self._lanes[key] = self._lane(of_series, About(staged.dtype, staged.shape), _whole_numel(staged))
-        is_hashed = measured.fingerprint is not None and place.site == "input" and not place.module_path
-        fingerprint = measured.fingerprint % _EXACT if is_hashed and measured.fingerprint is not None else None
-        self._records.append((lane, math.prod(staged.shape), moment.micro_step, fingerprint, *_numbers_of(measured)))
+        fingerprint = measured.fingerprint if place.site == "input" and not place.module_path else None
+        hashed = None if fingerprint is None else fingerprint % _EXACT
+        self._records.append((lane, math.prod(staged.shape), moment.micro_step, hashed, *_numbers_of(measured)))
 
     def end(self, probed: ProbedStep | None, step: int) -> SeenStep | None:
         """Return the current step, which is over. `probed` is what the probe measured at it. None without numbers."""
