@@ -98,6 +98,12 @@ def _has_other_rate(cause: Finding, one: Finding, _: _Seen) -> bool:
     return cause.what.startswith(OTHER_RATE) and cause.root == one.root and one.first_step >= cause.first_step
 
 
+def _has_other_input(cause: Finding, one: Finding, _: _Seen) -> bool:
+    """Return whether a finding is on a model whose inputs differ between ranks so that later values do, too."""
+    is_cause = cause.site == "input" and cause.severity > Severity.NOTE
+    return is_cause and one.site != "input" and cause.root == one.root and one.first_step >= cause.first_step
+
+
 def _has_wrong_sign(cause: Finding, one: Finding, _: _Seen) -> bool:
     """Return whether the cause is a loss of the wrong sign, which is found after much of what follows from it."""
     return WRONG_SIGN in cause.what and cause.root == one.root and _is_of_same_ranks(cause, one)
@@ -113,6 +119,7 @@ _LINKS: tuple[tuple[str, Callable[[Finding, Finding, _Seen], bool], tuple[str, .
     ("evaluation_output", _is_later, ("overfitting",)),
     ("not_cleared", _is_later, ("spike", "jump", "loss", "update", "exploding")),
     ("outlier_rank", _has_other_rate, ("replica", "outlier_rank")),
+    ("outlier_rank", _has_other_input, ("outlier_rank", "update", "exploding", "saturated")),
     ("loss", _has_wrong_sign, ("spike", "jump", "update", "exploding", "saturated", "dead", "nonfinite", "unchanged")),
     ("spike", _is_by_rate, ("update", "nonfinite", "jump", "spike", "loss", "exploding")),
     (

@@ -368,6 +368,12 @@ def test_a_first_argument_that_is_not_normalised_is_a_note(values: Any, is_said:
     assert said(batches(make, dtype="uint8"), Data) == [], "whole numbers are converted, and may be scaled then"
 
 
+def test_an_input_that_is_not_normalised_on_one_rank_alone_is_a_note_of_this_rank() -> None:
+    values = np.arange(8.0) - 3.5
+    found = said(batches(lambda step, rank: {"x": np.roll(values, step) * (1 + 1e-3 * step + 9 * rank)}, ranks=2), Data)
+    assert [(one.severity.word, one.ranks) for one in found] == [("note", (1,))]
+
+
 @pytest.mark.parametrize("name, is_said", [("BatchNorm1d", False), ("Linear", True)])
 def test_a_norm_that_gets_the_input_first_normalises_it(name: str, is_said: bool) -> None:
     recorded = Recorded({"first": name, "norm": "LayerNorm", "": "Net"})

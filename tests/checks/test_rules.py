@@ -1235,11 +1235,27 @@ def test_a_rank_unlike_one_or_two_others_is_named_by_how_far_apart_they_usually_
         return values * (10 if rank == ranks - 1 and path == "blocks.5" else 1)
 
     found = said(outputs(change, ranks, steps=24), OutlierRank)
-    assert {(one.module_path, one.step, one.since) for one in found} == {("blocks.5", 15, 8)}
+    assert {(one.module_path, one.step, one.since) for one in found} == {("blocks.5", 15, 0)}
     assert tuple(rank for one in found for rank in one.ranks) == named
     assert ("two data-parallel ranks" in found[0].what) == (ranks == 2)
     verdict = outputs(ranks=ranks, steps=24).judge(OutlierRank)
     assert (verdict.findings, verdict.unjudged) == ([], [])
+
+
+@pytest.mark.parametrize("has_norm", [False, True])
+def test_the_input_of_a_rank_that_is_far_larger_stands_above_the_outputs_that_follow(has_norm: bool) -> None:
+    recorded = Recorded()
+    for step in range(24):
+        for rank in range(2):
+            values = noise(step, rank, 1) * (50 if rank else 1)
+            recorded.add(step, "", values, site="input", name="x", rank=rank)
+            recorded.add(step, "up", noise(step, rank, 2) if has_norm else values, rank=rank)
+    found = with_causes(said(recorded, OutlierRank), recorded.catalog)
+    detail = "root mean square 1.03 on rank 0, 46.22 on rank 1"
+    severity = Severity.NOTE if has_norm else Severity.WARNING
+    assert (found[0].site, found[0].severity, found[0].ranks, found[0].detail) == ("input", severity, (0, 1), detail)
+    follow = [(one.site, one.cause) for one in found[1:]]
+    assert follow == ([] if has_norm else [("output", "outlier_rank of '' at step 0")])
 
 
 def test_two_ranks_whose_sizes_scatter_as_far_are_not_named() -> None:

@@ -90,9 +90,9 @@ def test_an_error_is_exit_code_1(cli: Cli, recorded: Path) -> None:
 
 def test_what_is_not_judged_is_one_line_unless_it_is_asked_for(cli: Cli, trained: Path) -> None:
     unjudged = cli("check", trained, "--json").json["not_judged"]
-    lines = [line for line in cli("check", trained).out.splitlines() if "could not judge" in line]
+    lines = [line for line in cli("check", trained).out.splitlines() if " more rules judge a run with " in line]
     assert len(unjudged) > 5 and len(lines) == 1
-    assert lines[0].startswith(f"{len(unjudged)} of 35 rules could not judge the run without ")
+    assert lines[0].startswith(f"{len(unjudged)} more rules judge a run with ")
     assert "keep=units (2)" in lines[0] and lines[0].endswith("; --verbose names each")
     told = cli("check", trained, "--verbose").out
     assert all(one["rule"] in told and one["why"] in told for one in unjudged)
@@ -124,8 +124,9 @@ def test_a_rule_of_ones_own_that_matches_no_module_is_told_the_nearest(cli: Cli,
     file = tmp_path / "check.toml"
     own = '[[rule]]\nname = "mine"\nsite = "output"\nmodule = "{}"\nstatistic = "std"\nabove = 0.1\n'
     file.write_text(own.format("blocks.*.acts"))
-    (first, _) = cli("check", trained, "--settings", file, "--rule", "mine").out.splitlines()
-    assert first.startswith("not judged: mine: no module of the run matches 'blocks.*.acts'; nearest are 'blocks.")
+    (verdict, why) = cli("check", trained, "--settings", file, "--rule", "mine").out.splitlines()
+    assert verdict.startswith("run-a: nothing is known; 0 of 1 rule judged")
+    assert why.startswith("not judged: mine: no module of the run matches 'blocks.*.acts'; nearest are 'blocks.")
     file.write_text(own.format("blocks.3.*"))
     assert "mine: 'blocks.3.act'" in cli("check", trained, "--settings", file, "--rule", "mine").out
 

@@ -476,6 +476,17 @@ def _parts(run: Run, checked: Checked, typed: str, *, is_verbose: bool) -> Itera
     if told and run.has_models:
         classes = [f"{root} ({one.class_name})" for (root, path), one in run.modules.items() if not path]
         yield f"models: {listed(classes)}"
+    yield from (f"note: {note}" for note in checked.notes)
+    counts = Counter(one.worst.severity for one, _ in told)
+    tally = ", ".join(counted(counts[severity], severity.word) for severity in reversed(Severity))
+    rows = counted(checked.num_rows, "row")
+    rows += f" and {counted(checked.num_probed, 'number')} of the probe" if checked.num_probed else ""
+    is_judged = checked.num_judged and (checked.num_rows or checked.num_probed)
+    nothing = "nothing found" if is_judged else "nothing is known"
+    judged = (
+        f"{checked.num_judged} of {counted(checked.num_rules, 'rule')} judged {rows} of {steps_in_words(checked.steps)}"
+    )
+    yield f"{run.name}: {tally if told else nothing}; {judged}"
     reasons = {} if run.lost and not is_verbose else _reasons(checked.unjudged)  # no other rules would have helped
     if is_verbose or len(reasons) == 1:
         yield from (f"not judged: {', '.join(names)}: {why}" for why, names in reasons.items())
@@ -485,18 +496,8 @@ def _parts(run: Run, checked: Checked, typed: str, *, is_verbose: bool) -> Itera
     if settings and not run.lost:
         num = sum(bool(one.setting) for one in checked.unjudged)
         rules = "; ".join(settings).replace(" keep=", " steps=::10 keep=")  # not at every step: most rows
-        judge = f"{counted(num, 'more rule')} {'judges' if num == 1 else 'judge'}"
+        judge = f"{num} of these {'rules judges' if num == 1 else 'rules judge'}"
         yield f"{judge} a run of RECORDER_PRESET=default RECORDER_RULES={shlex.quote(rules)}"
-    yield from (f"note: {note}" for note in checked.notes)
-    judged = f"{checked.num_judged} of {counted(checked.num_rules, 'rule')}"
-    counts = Counter(one.worst.severity for one, _ in told)
-    tally = ", ".join(counted(counts[severity], severity.word) for severity in reversed(Severity))
-    rows = counted(checked.num_rows, "row")
-    rows += f" and {counted(checked.num_probed, 'number')} of the probe" if checked.num_probed else ""
-    rows += f" of {steps_in_words(checked.steps)}"
-    is_judged = checked.num_rows or checked.num_probed
-    nothing = "these rules found nothing in these rows" if is_judged else "nothing is known"
-    yield f"{run.name}: {judged} judged {rows}: {tally if told else nothing}"
 
 
 def _listed(findings: Sequence[str]) -> str:
@@ -606,7 +607,7 @@ def _wants(checked: Checked) -> str:
     ordered = sorted(counts.items(), key=lambda item: (item[0] == _OTHER, -item[1]))
     wants = ", ".join(f"{want} ({count})" for want, count in ordered[:_MAX_WANTS])
     wants += ", ..." if len(ordered) > _MAX_WANTS else ""
-    return f"{checked.num_unjudged} could not judge the run without {wants}"
+    return f"{len(checked.unjudged)} more rules judge a run with {wants}"
 
 
 def _reasons(unjudged: Sequence[Unjudged]) -> dict[str, list[str]]:

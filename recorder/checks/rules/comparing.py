@@ -12,12 +12,15 @@ from operator import attrgetter
 import numpy as np
 
 from ...system.text import number
+from ..given import holds_labels, is_of_batch
 from ..normal import HELD, STATISTICS, Measures, Numbers, Sizes, phase_of, steps_of
 from ..rows import Flags, Floats, Integers, Memory, Rows, SeriesKey, Spells, Streaks, began, grouped, previous
 from ..rule import CALIBRATED, CheckRule, Finding, PartsRule, Setting, Severity, StreakRule, WaitingFindings
 
 _SAME_RATE, _RATES = 1e-6, 3
 """The relative distance up to which learning rates are equal, and the steps in a row for which they must differ."""
+_SIZE = "root mean square"
+_OF_INPUT = "compare how these ranks load and scale their data"
 NEVER_HERE = "it exists in the sound runs, and never in this run"
 OTHER_RATE = "the learning rate is "
 _LEAST_DEVIATION = 0.01
@@ -73,8 +76,8 @@ class Replica(ComparedRule):
 
 class OutlierRank(StreakRule):
     name = "outlier_rank"
-    sentence = "One rank's activations, local gradients, loss or learning rate are unlike those of its peers."
-    sites, columns = ("output", "grad_output", "grad", "scalar"), ("sum_sq", "numel")
+    sentence = "One rank's input, activations, local gradients, loss or learning rate are unlike those of its peers."
+    sites, columns = ("input", "output", "grad_output", "grad", "scalar"), ("sum_sq", "numel")
     reads_probe = True
     settings = (
         Setting("z", 8, "robust standard deviations", CALIBRATED),
@@ -90,16 +93,29 @@ class OutlierRank(StreakRule):
         self._most_ranks = self._most_changes = 0
         self._distance, self._total, self._num = Memory(), Memory(0.0), Memory(0.0)
         """By value and rank, for few ranks: the last distance from the peers, the sum and number of its changes."""
+        self._far = Streaks()
+        self._judged: tuple[Rows, Floats, Floats, Integers] | None = None
+        """The rows that were judged last. For each row: since which step it is far from its peers, the size of these,
+        and of two ranks the other one."""
         self._rates = Streaks()
+        self._odd_inputs: list[Finding] = []
+        self._have_effects: set[str] = set()
+        """The models with another value by which ranks are unlike each other."""
 
     def wants(self, key: SeriesKey) -> bool:
-        return key.differs_by_batch or (key.root, key.name) in self.catalog.shared_rates
+        is_input = is_of_batch(key) and not holds_labels(key)
+        return is_input or key.differs_by_batch or (key.root, key.name) in self.catalog.shared_rates
 
     def add(self, rows: Rows) -> Iterator[Finding]:
         is_rate = rows.where("rate", attrgetter("is_rate"))
         yield from self._judge_rates(rows.take(is_rate).by_lane())
-        if not is_rate.all():
-            yield from super().add(rows.take(~is_rate))
+        rows = rows.take(~is_rate & (rows.where("output", lambda key: key.site != "input") | rows.are_float()))
+        for one in super().add(rows) if len(rows) else ():
+            if one.site == "input":
+                self._odd_inputs.append(one)
+            else:
+                self._have_effects.add(one.root)
+                yield one
 
     def _judge_rates(self, rows: Rows) -> Iterator[Finding]:
         """Report learning rates that differ between data-parallel ranks, once for each group of an optimizer."""
@@ -127,6 +143,7 @@ class OutlierRank(StreakRule):
         num_ranks = num_distinct(ids, rows.ranks, len(firsts))
         self._most_ranks = max(self._most_ranks, int(num_ranks.max(initial=0)))
         z, is_far = np.zeros(len(rows)), np.zeros(len(rows), np.bool_)
+        of_peers, others = np.full(len(rows), np.nan), np.full(len(rows), -1)
         (known,) = np.nonzero((num_ranks > 1)[ids] & (np.nan_to_num(rows.rms) > 0))
         if len(known):
             logs, groups, num = np.log(rows.rms[known]), grouped(ids[known])[0], num_ranks[ids[known]]
@@ -137,6 +154,9 @@ class OutlierRank(StreakRule):
             usual[few] = self._usual_change(rows.lanes[known[few]], distance[few])
             z[known] = np.abs(distance) / np.maximum(usual, _LEAST_DEVIATION)
             is_far[known] = np.abs(distance) > np.log(self.thresholds["ratio"])
+            of_peers[known] = np.exp(logs - distance)
+            others[known] = np.where(num == 2, np.bincount(groups, rows.ranks[known])[groups] - rows.ranks[known], -1)
+        self._judged = rows, self._far.lengths(rows.lanes, rows.steps, is_far)[1], of_peers, others
         return is_far & (z > self.thresholds["z"]), z
 
     def _usual_change(self, lanes: Integers, distance: Floats) -> Floats:
@@ -148,15 +168,47 @@ class OutlierRank(StreakRule):
         return np.where(num >= self.records, total / np.maximum(num, 1), np.inf)
 
     def what_of(self, lane: int) -> str:
-        return "the two data-parallel ranks are unlike each other" if self._most_ranks == 2 else self.what
+        is_input, of_two = (
+            self.catalog.key_of(lane).site == "input",
+            "the two data-parallel ranks are unlike each other",
+        )
+        if self._most_ranks == 2:
+            return f"the inputs of {of_two}" if is_input else of_two
+        return "the input of the rank is unlike those of its data-parallel peers" if is_input else self.what
 
-    def finish(self) -> Iterable[Finding]:
+    def finding(
+        self, lane: int, step: int, what: str, measure: str, value: float, threshold: float,
+        severity: Severity | None = None, since: int | None = None,
+    ) -> Finding:  # fmt: skip
+        """Return a finding that says the sizes on the ranks. It begins where the sizes were first far from each other.
+
+        With few ranks, the rule is certain only once it knows how far they usually move.
+        """
+        one = super().finding(lane, step, what, measure, value, threshold, severity, since)
+        if self._judged is None or not measure:  # a learning rate
+            return one
+        rows, far_since, of_peers, others = self._judged
+        index = int(np.flatnonzero((rows.lanes == lane) & (rows.steps == step))[0])
+        sizes = {one.ranks[0]: number(rows.rms[index])}
+        told = f"{_SIZE} {sizes[one.ranks[0]]}, and {number(of_peers[index])} in the middle of its peers"
+        if others[index] >= 0:
+            sizes[int(others[index])] = number(of_peers[index])
+            told = f"{_SIZE} {', '.join(f'{size} on rank {rank}' for rank, size in sorted(sizes.items()))}"
+        return one._replace(since=int(far_since[index]) if self.records > 1 else since, detail=told)
+
+    def finish(self) -> Iterator[Finding]:
         super().finish()
+        for one in self._odd_inputs:  # a norm may take such a difference away
+            is_harmless = one.root not in self._have_effects
+            yield (
+                one._replace(severity=Severity.NOTE, advice=_OF_INPUT)
+                if is_harmless
+                else one._replace(advice=_OF_INPUT)
+            )
         if self._most_ranks < self.thresholds["ranks"] and self._most_changes < self.records:
             needed = f"it needs {self.thresholds['ranks']:.0f} data-parallel ranks, or more records, and there are"
             is_alone = self._most_ranks < 2
             self.why_not_judged = "it needs data-parallel ranks" if is_alone else f"{needed} {self._most_ranks}"
-        return ()
 
 
 def num_distinct(ids: Integers, ranks: Integers, num_groups: int) -> Integers:

@@ -103,6 +103,8 @@ class Data(CheckRule):
         """By first input and rank, the logarithm of the largest root mean square so far, and the number of records."""
         self._first_numel = Memory()
         """By input and rank, the elements of its first record: a single one, such as a time, is no batch."""
+        self._rank_of_size: dict[int, int] = {}
+        """By series, the rank of which the rule says that an input is not normalised."""
         self._first_of: dict[str, str] = {}
         """By root, the name of the first argument that is not a label."""
 
@@ -300,11 +302,13 @@ class Data(CheckRule):
             yield one._replace(advice=_LOOK_AT_IT)
 
     def _judge_size(self, rows: Rows) -> Iterator[Finding]:
-        """Look, on rank 0, for a first argument whose elements are far larger than layers expect, but for norms."""
+        """Look for a first argument whose elements are far larger than layers expect, but for norms: on one rank."""
         rms, limit = rows.rms, self.thresholds["size"]
-        is_far = (rms > limit) & rows.are_float() & (rows["std"] > 0) & (rows.ranks <= 0)
+        is_far = (rms > limit) & rows.are_float() & (rows["std"] > 0)
         for index, _, since in self._sizes.reached(rows.lanes, rows.steps, is_far, self.thresholds["records"]):
             lane, step = int(rows.lanes[index]), int(rows.steps[index])
+            if self._rank_of_size.setdefault(int(rows.series[index]), int(rows.ranks[index])) != rows.ranks[index]:
+                continue
             of_root = (one for one in self.catalog.series if one.root == self.catalog.key_of(lane).root)
             first = next((one for one in of_root if one.site == "output" and one.module_path), None)
             if first is None or "norm" not in self.catalog.class_of(first).lower():

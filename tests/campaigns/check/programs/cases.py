@@ -526,9 +526,9 @@ BASES: dict[str, dict[str, tuple[Named, dict[str, Any]]]] = {
         "jump_on_one_rank": _fault("jump", ranks=(1,), gradients=_all_gradients(3e3, range(200, 201), 1)),
     },
     "ddp4": {
-        "odd_rank": _fault("outlier_rank", "blocks.0.up", (2,), batch=_on_rank(2, 4.0)),
-        "odd_rank_mild": _fault("outlier_rank", "blocks.0.up", (3,), batch=_on_rank(3, 2.2)),
-        "odd_rank_shifted": _fault("outlier_rank", "blocks.0.up", (1,), batch=_on_rank(1, 1.0, 4.0)),
+        "odd_rank": _fault("outlier_rank", "", (2,), batch=_on_rank(2, 4.0)),
+        "odd_rank_mild": _fault("outlier_rank", "", (3,), batch=_on_rank(3, 2.2)),
+        "odd_rank_shifted": _fault("outlier_rank", "", (1,), batch=_on_rank(1, 1.0, 4.0)),
         "same_batches": _fault("data", "", (1,), has_own_batches=False),
     },
     "ddp4-images": {
