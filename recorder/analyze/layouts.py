@@ -17,7 +17,7 @@ from ..run.notes import RowFinding, damage, left_out
 from ..run.reply import Reply, Table, plain
 from ..run.run import Run
 from ..run.selection import Selection
-from ..system.text import counted, grouped
+from ..system.text import counted, grouped, value_in_words
 from .modules import explain_nothing, modules_meant, rows_of, site_order
 
 _VALUE = ("root", "name", "scope", "phase", "mode")
@@ -69,7 +69,7 @@ def layouts(run: Run) -> Layouts:
     examples: dict[tuple[str, str], dict[str, None]] = {}
     for i, (module_path, site, name) in enumerate(zip(*columns, strict=True)):
         if (how := rows.how_it_lies(i)) is not None:
-            examples.setdefault(how, {})[" ".join(filter(None, (repr(module_path), site, name)))] = None
+            examples.setdefault(how, {})[value_in_words(module_path, site, name)] = None
     ways = [SameLayout(*how, len(values), next(iter(values))) for how, values in examples.items()]
     wrong = [one for one in rows.findings if one.kind in _CONTRADICTIONS]
     return Layouts(
@@ -108,7 +108,7 @@ def reply_of(run: Run, answer: Layouts) -> Reply:
             num = counted(answer.num_values, "value")
             yield f"none of {num} contradicts its layout at {steps}" if answer.num_values else "no value was judged"
             return
-        value = " ".join(filter(None, (repr(found.module_path), found.site, found.name)))
+        value = value_in_words(found.module_path, found.site, found.name)
         yield f"contradiction: step {found.step}, {value}: {found.text}"
         if answer.num_contradictions > 1:
             yield f"{answer.num_contradictions - 1} more contradictions; recorder first names replicas that differ"

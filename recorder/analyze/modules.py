@@ -23,7 +23,7 @@ from ..run.reply import Reply, Table
 from ..run.run import RecordedModule, Run
 from ..run.selection import Selection
 from ..sites import SITES
-from ..system.text import counted, number, span
+from ..system.text import counted, number, span, value_in_words
 from .stats import REASON_COLUMNS, WHY, inner_leaves, with_why
 
 _SITES = ("output", *(site for site in SITES if site != "output"))
@@ -309,8 +309,7 @@ def _shape(row: Row) -> str:
 
 
 def _say_bad(bad: Row, *, has_models: bool) -> str:
-    model = f"{bad['root']}: " * has_models
-    where = " ".join(text for text in (model + repr(bad["module_path"]), bad["site"], bad["name"]) if text)
+    where = f"{bad['root']}: " * has_models + value_in_words(bad["module_path"], bad["site"], bad["name"])
     rank = "" if bad["rank"] is None else f", rank {bad['rank']}"
     return f"first NaN or infinity: {where}, step {bad['step']}{rank}"
 

@@ -29,7 +29,7 @@ from ..run.run import Run
 from ..run.selection import RANKS_OWN, GlobalOptions, Selection
 from ..run.step_ranges import Mapper, attempt_step_ranges, global_step_ranges, map_serially
 from ..sites import UPDATE
-from ..system.text import listed, number
+from ..system.text import listed, number, value_in_words
 
 if TYPE_CHECKING:
     import pandas
@@ -324,7 +324,7 @@ def _say_without(table: Any, reasons: Counter[str]) -> list[str]:
 
 def _say_left_out(stays: Any) -> list[str]:
     rows = stays.to_pylist()
-    whys = by_key((" ".join(filter(None, (repr(v["module_path"]), v["site"], v["name"]))), v[WHY]) for v in rows)
+    whys = by_key((value_in_words(v["module_path"], v["site"], v["name"]), v[WHY]) for v in rows)
     if not whys:
         return []
     shown = listed((f"{value} ({why})" for value, (why, *_) in whys.items()), _MAX_NAMED)

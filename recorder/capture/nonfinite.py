@@ -23,7 +23,7 @@ from ..observe.clock import Clock
 from ..records import Measured, Staged
 from ..sites import AT_LEAST, GRADIENTS, NUMBERS, UPDATE, UPDATED, is_loss, is_mask, may_mask, may_overflow, tells_skip
 from ..system import log
-from ..system.text import counted
+from ..system.text import counted, value_in_words
 
 _logger = logging.getLogger("recorder")
 _SITES = ("output", *NUMBERS, *UPDATED, *GRADIENTS, UPDATE)
@@ -176,7 +176,7 @@ def _where(staged: Staged) -> str:
     name = origin.name if origin.name.isprintable() else repr(origin.name)  # the name may be a key of a user's sample
     if origin.site == "scalar":
         return f"scalar {name}"
-    return " ".join(filter(None, (repr(origin.module_path), origin.site, name)))
+    return value_in_words(origin.module_path, origin.site, name)
 
 
 def _counts(num_nan: int, num_inf: int, numel: int) -> str:

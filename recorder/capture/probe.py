@@ -49,6 +49,7 @@ from ..records import (
     ValuePlace,
 )
 from ..sites import AT_LEAST, PROBE, UPDATE, may_mask, may_overflow
+from ..system.text import value_in_words
 from .device_probe import DeviceProbe, NormsOnWay, ProbedValue, SeenOnDevice
 from .local_values import DTYPES, are_ordinary, are_plain, is_like_subclass, lie_strided
 
@@ -324,7 +325,7 @@ class Probe:
     def _tell_trouble(self, origin: ValuePlace, moment: StepPosition, *, is_nan: bool) -> None:
         """Report a value that turned NaN or infinite, unless it is a gradient (`GradScaler` seeks these) or a mask."""
         if not may_overflow(origin.site) and (is_nan or not may_mask(origin.site, origin.name)):
-            where = " ".join(filter(None, (repr(origin.module_path), origin.site, origin.name)))
+            where = value_in_words(*origin[1:4])
             mode = "" if moment.mode == "train" else f" in {moment.mode} mode"
             turned = f"turned {'NaN' if is_nan else 'infinite'} at step {moment.step}"
             self._on_trouble(origin.root, f"{where}{mode} {turned}")

@@ -92,7 +92,7 @@ class Finding(NamedTuple):
     def told(self, *, has_models: bool) -> str:
         """Return `text`. Where a run `has_models`, it also names the first of them."""
         model = text.model_in_words(self.root, has_models=has_models)
-        where = model + " ".join(filter(None, (text.module_in_words(self.module_path), self.site, self.name)))
+        where = model + text.value_in_words(self.module_path, self.site, self.name)
         return f"{'' if self.since is None else 'since '}step {self.first_step}, {where}: {self.said}"
 
     @property

@@ -18,7 +18,7 @@ from ..analyze.doctor.reply import Check
 from ..checks.rule import Finding, Severity
 from ..run.notes import raised
 from ..run.run import Run, RunDump
-from ..system.text import MODEL, counted, listed, named
+from ..system.text import MODEL, counted, listed, named, value_in_words
 from .axes import DrawnSeries
 from .blocks import PageBlock
 from .statistics import StatisticsBlocks
@@ -301,7 +301,7 @@ def _jumps(collected: StatisticsBlocks) -> Iterator[Highlight]:
         key, step = collected.series[first.series], int(steps[first.column])
         times = f"{first.ratio:,.0f}" if first.ratio < _MANY else f"{first.ratio:.1e}"
         times = f"{times} times the largest of the records before it"
-        value = " ".join(filter(None, (repr(key.module_path), key.site, key.name)))
+        value = value_in_words(key.module_path, key.site, key.name)
         text, with_it = f"{value} jumps: its {name} at step {step} is {times}", ""
         if num_more := len({one.series for one in group}) - 1:
             with_it = f"{counted(num_more, 'more value')} {'jump' if num_more > 1 else 'jumps'} with it"

@@ -31,7 +31,7 @@ from ..read.writers import RecordedWriter
 from ..run.finding import shortest_text_of
 from ..sites import FORMAT_VERSION, SITE_OF
 from ..storage.locations import Location, store_of
-from ..system.text import counted, listed, named, printable, size, span
+from ..system.text import counted, listed, named, printable, size, span, value_in_words
 from .probe import probe_size
 from .run import Run, RunDump
 from .selection import Selection
@@ -400,7 +400,7 @@ class Problems:
         wrong = [one for one in findings if one.kind in _CONTRADICTIONS]
         wrong = [one for one in wrong if one.kind != "layout_changes" or one.step < since]
         columns = {name: [getattr(one, name) for one in wrong] for name in ("module_path", "site", "name")}
-        texts = [f"{one.module_path!r} {' '.join(filter(None, (one.site, one.name)))}: {one.text}" for one in wrong]
+        texts = [f"{value_in_words(one.module_path, one.site, one.name)}: {one.text}" for one in wrong]
         table = pa.table({name: pa.array(values, pa.string()) for name, values in (columns | {"text": texts}).items()})
         stages = [one.text for one in findings if one.kind == "partial" and not one.site]
         self._found |= dict.fromkeys([*stages, *self._selection.narrow(table).column("text").to_pylist()])

@@ -122,6 +122,11 @@ def module_in_words(path: str) -> str:
     return repr(path) if path else MODEL
 
 
+def value_in_words(module_path: str, site: str, name: str = "") -> str:
+    """Return where a value is, such as ``'up' grad weight``. The root is named in words."""
+    return " ".join(filter(None, (module_in_words(module_path), site, name)))
+
+
 def model_in_words(root: str, *, has_models: bool = False) -> str:
     """Return the name of a model, to be put before a path. Empty for the first model, unless a run `has_models`."""
     return "" if not root or (root == "model" and not has_models) else f"{root}: "

@@ -10,17 +10,16 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 DEMO = Path(__file__).parents[2] / "scripts" / "demo_train.py"
-NUM_SMALL = 1000
-"""Pairs of small modules."""
-NUM_WIDE = 6
-"""Modules of nine megabytes."""
+CHAINS = {"small": (200, 16, 16), "large": (60, 128, 768)}
+"""The modules of each chain, their width, and the rows of a batch."""
+_EVICTED_BYTES = 4 << 20
 
 
 class Workload(NamedTuple):
@@ -35,7 +34,9 @@ class Workload(NamedTuple):
 def make(name: str) -> Workload:
     """The workload of that name, seeded; each rank has its own batches."""
     torch.manual_seed(1234)
-    make_it = {"demo": _demo, "ddp": _ddp, "small": _small, "wide": _wide}.get(name)
+    if name in CHAINS:
+        return _chain(name)
+    make_it = {"demo": _demo, "ddp": _ddp}.get(name)
     return _program(name) if make_it is None else make_it()
 
 
@@ -62,28 +63,43 @@ def _ddp() -> Workload:
     return made._replace(model=model, optimizer=load_demo().make_optimizer(model))
 
 
-def _small() -> Workload:
-    width = 16
-    model = nn.Sequential(
-        *[layer for _ in range(NUM_SMALL) for layer in (nn.Linear(width, width), nn.LayerNorm(width))]
-    )
+class _Evicting(torch.autograd.Function):
+    """Returns its argument, and fills the nearer caches with other data, as the rest of a training does."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, memory: Tensor) -> Tensor:
+        ctx.memory = memory.add_(1)
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.memory.add_(1)
+        return gradient, None
+
+
+class _ColdLinear(nn.Linear):
+    """A linear layer whose hooks find nothing in the nearer caches but its values."""
+
+    def __init__(self, width: int, memory: Tensor) -> None:
+        super().__init__(width, width)
+        self.memory = [memory]
+        """In a list, because it is no buffer."""
+
+    def forward(self, values: Tensor) -> Tensor:
+        evicted: Tensor = _Evicting.apply(values, self.memory[0])  # type: ignore[no-untyped-call]
+        return super().forward(evicted)
+
+
+def _chain(name: str) -> Workload:
+    num_modules, width, num_rows = CHAINS[name]
+    memory = torch.zeros(_EVICTED_BYTES // 4)
+    model = nn.Sequential(*[_ColdLinear(width, memory) for _ in range(num_modules)])
     generator = torch.Generator().manual_seed(0)
 
     def batches() -> Iterator[tuple[Tensor, Tensor]]:
         while True:
-            yield torch.randn(16, width, generator=generator), torch.randn(16, width, generator=generator)
-
-    return Workload(model, torch.optim.SGD(model.parameters(), lr=0.01), batches(), _step_of_chain)
-
-
-def _wide() -> Workload:
-    width = 1536
-    model = nn.Sequential(*[nn.Linear(width, width) for _ in range(NUM_WIDE)])
-    generator = torch.Generator().manual_seed(0)
-
-    def batches() -> Iterator[tuple[Tensor, Tensor]]:
-        while True:
-            yield torch.randn(width, width, generator=generator), torch.randn(width, width, generator=generator)
+            inputs, targets = (torch.randn(num_rows, width, generator=generator) for _ in range(2))
+            yield inputs, targets
 
     return Workload(model, torch.optim.SGD(model.parameters(), lr=0.01), batches(), _step_of_chain)
 

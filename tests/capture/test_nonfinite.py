@@ -175,7 +175,7 @@ def test_infinite_gradients_of_a_step_that_is_taken_are_one(said: Callable[..., 
         optimizer.step()
 
     (text,) = said(model, train)
-    assert "step 0, '' grad weight (8 infinite of 8 elements)" in text
+    assert "step 0, (the model) grad weight (8 infinite of 8 elements)" in text
 
 
 def test_nan_in_what_the_model_is_given_comes_before_what_it_makes_of_it(said: Callable[..., list[str]]) -> None:
@@ -187,7 +187,7 @@ def test_nan_in_what_the_model_is_given_comes_before_what_it_makes_of_it(said: C
         optimizer.step()
 
     (text,) = said(model, train)
-    assert "step 1, '' input" in text and "(1 NaN of 2 elements)" in text
+    assert "step 1, (the model) input" in text and "(1 NaN of 2 elements)" in text
 
 
 @pytest.mark.parametrize(("name", "is_said"), [("loss", True), ("train/loss", True), ("loss_scale", False)])
@@ -230,7 +230,7 @@ def test_a_loss_that_is_not_finite_is_named(said: Callable[..., list[str]], step
 
     (text,) = said(model, train)
     first = "step 1, scalar loss (1 NaN of 1 element)"
-    late = "step 0, '' grad_output (4 NaN of 4 elements; scalar loss of this step is not finite, either)"
+    late = "step 0, (the model) grad_output (4 NaN of 4 elements; scalar loss of this step is not finite, either)"
     assert (first if step else late) in text
 
 

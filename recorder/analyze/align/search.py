@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...numerics.keys import by_key
-from ...system.text import counted, listed
+from ...system.text import counted, listed, value_in_words
 from .sequences import JoinedTokens, TokenAt, ValuePair, wide
 from .tokens import AlignedRun, Array, Floats, Integers, ValueName
 from .weights import EQUAL, MERGED, OTHER, TRAINER_ONLY, UNKNOWN, WRONG, WeightState, told_weight
@@ -56,7 +56,7 @@ class ValueApart(NamedTuple):
 
     @property
     def text(self) -> str:
-        return " ".join(filter(None, (repr(self.module_path), self.site, self.name)))
+        return value_in_words(self.module_path, self.site, self.name)
 
 
 class PositionsApart(NamedTuple):

@@ -14,7 +14,7 @@ from ...numerics.keys import by_key
 from ...run.notes import raised
 from ...run.reply import Reply, Table, plain
 from ...run.run import Run
-from ...system.text import counted, listed, model_in_words, moment, named, number, span
+from ...system.text import counted, listed, model_in_words, moment, named, number, span, value_in_words
 from .compare import Tolerance
 from .culprit_findings import BY_PROBE, ROUNDING_ALONE, Culprit
 from .culprit_search import START
@@ -225,8 +225,8 @@ _IN_ROWS = " in the rows, which not every step has"
 
 
 def _describe(first: Difference, *, has_models: bool) -> str:
-    module = model_in_words(first.root, has_models=has_models) + repr(first.module_path)
-    value = " ".join(filter(None, (module, first.site, first.name)))
+    value = model_in_words(first.root, has_models=has_models)
+    value += value_in_words(first.module_path, first.site, first.name)
     when = "" if first.micro_step is None else f", micro_step {first.micro_step}"
     ranks = _rank_cell(first.rank_a, first.rank_b)
     rank = f", rank {ranks}" if ranks else ""

@@ -13,7 +13,7 @@ from ...run.reply import Reply, Table, plain
 from ...run.run import Run
 from ...run.step_ranges import Attempts, cut_rows
 from ...sites import GIVEN_SITES, NUMBERS
-from ...system.text import counted, listed, number, steps_in_words
+from ...system.text import MODEL, counted, listed, number, steps_in_words, value_in_words
 from .nonfinite import NonFiniteFinder, NonFiniteTensor, probed_health
 from .replica_groups import BROADCAST, NEVER, OWN, Differing, RankValue, factor_of, ranks_in_words
 from .replicas import FINDINGS, RANGE_ROWS, ApartByProbe, ReplicaFinder, apart_by_probe
@@ -236,9 +236,8 @@ def _nonfinite_rows(bad: NonFiniteTensor) -> Iterator[tuple[str, str]]:
     healthy = "nothing" if before is None else f"{_value(before)}, step {before.step}{_when(before)}"
     is_early = before is None or before.step < bad.value.step or (before.site, before.module_path) == ("input", "")
     if bad.probed is not None and bad.probed.before and is_early:
-        healthy = (
-            f"{bad.probed.model}{_named(*bad.probed.before)}, step {bad.value.step} (by keep=probe{bad.probed.calls})"
-        )
+        before_it = bad.probed.model + value_in_words(*bad.probed.before)
+        healthy = f"{before_it}, step {bad.value.step} (by keep=probe{bad.probed.calls})"
     elif bad.probed is not None and bad.value.phase != "forward" and before is not None:
         healthy += " (the last that has a row; the order of a backward is not known)"
     yield "last healthy value", healthy
@@ -267,7 +266,7 @@ def _replica_parts(run: Run, answer: First) -> Iterator[str | Table]:
     if probed is not None:
         ranks = f"{'rank' if len(probed.ranks) == 1 else 'ranks'} {ranks_in_words(probed.ranks)}"
         ranks += " unlike the other ranks" if probed.is_odd else " hold different ones"
-        value = f"{probed.key[0]}: " * run.has_models + _named(*probed.key[1:])
+        value = f"{probed.key[0]}: " * run.has_models + value_in_words(*probed.key[1:])
         title = f"first replica that differs: step {probed.step}, {value}, {ranks}"
         factor = f"; {probed.factor}" if probed.factor else ""
         alone, unseen = (" alone", "; no recorded step shows it") if differing is None else ("", "")
@@ -306,7 +305,7 @@ def _replica_rows(answer: First, differing: Differing) -> Iterator[tuple[str, st
     yield "last equal", "no earlier record shows them equal" if equal is None else f"step {equal.step}"
     if told := factor_of(differing):
         yield "factor", told
-    names = [_named(*one) for one in answer.differing]
+    names = [value_in_words(*one) for one in answer.differing]
     more = f" and {len(names) - _MAX_LISTED} more; --json has all" if len(names) > _MAX_LISTED else ""
     yield "differ at any step", f"{len(names)}: {', '.join(names[:_MAX_LISTED])}{more}"
 
@@ -325,18 +324,14 @@ def _pairs_table(title: str, rows: Iterable[tuple[str, str]]) -> Table:
 def _where(value: RecordedValue) -> Iterator[tuple[str, str]]:
     source = "" if _LIBRARY in value.source.replace("\\", "/") else value.source
     info = " ".join(filter(None, (value.module_class, source)))
-    yield "module", f"{value.model}{value.module_path or chr(39) * 2}{', ' if info else ''}{info}"
+    yield "module", f"{value.model}{value.module_path or MODEL}{', ' if info else ''}{info}"
     named = f", {value.name}" if value.name else ""
     yield "value", f"{value.site}{named}: {value.dtype} {value.shape}, {value.phase}, {value.mode}"
     yield "when", f"step {value.step}{_when(value)}"
 
 
 def _value(value: RecordedValue) -> str:
-    return value.model + _named(value.module_path, value.site, value.name)
-
-
-def _named(module_path: str, site: str, name: str) -> str:
-    return " ".join(filter(None, (repr(module_path), site, name)))
+    return value.model + value_in_words(value.module_path, value.site, value.name)
 
 
 def _when(value: RecordedValue) -> str:

@@ -22,7 +22,7 @@ from ...numerics.keys import SERIES_KEY, VALUE_KEY, codes, group, holds
 from ...numerics.moments import count_nonfinite, integers, numbers
 from ...run.run import Run
 from ...sites import NUMBERS, OBJECTIVE_NORM, is_loss, is_mask, may_mask, may_overflow, objectives_in, tells_skip
-from ...system.text import steps_in_words
+from ...system.text import steps_in_words, value_in_words
 from .timeline import NAME, FirstRows, RecordedValue, Timeline, is_counted_at_least
 
 _HAVE_NO_INFINITY = ("bool", "int", "uint", "float4")
@@ -303,7 +303,7 @@ class _Counts:
             row = int(excused[number])
             value = timeline.value(row)
             since = int(timeline.table.column("step")[int(timeline.series.firsts[timeline.series.ids[row]])].as_py())
-            what = f"{value.module_path!r} {value.site}{' ' + value.name if value.name else ''}"
+            what = value_in_words(value.module_path, value.site, value.name)
             when = f"from its first record on (step {since}), as masks do"
             if self.is_harmless[row] and not self.inf[self._begins[row]]:
                 when = f"at step {value.step}; {HARMLESS}"
