@@ -12,7 +12,7 @@ from itertools import islice
 from ..sites import GRADIENTS
 from .rows import HARMLESS, Catalog
 from .rule import Finding, Severity
-from .rules.comparing import OTHER_RATE
+from .rules.comparing import OTHER_RATE, is_effect_of_input
 from .rules.curves import RISEN
 from .rules.data import ALL_IGNORED, Data
 from .rules.losses import WRONG_SIGN
@@ -95,13 +95,12 @@ def _is_by_rate(cause: Finding, one: Finding, _: _Seen) -> bool:
 
 def _has_other_rate(cause: Finding, one: Finding, _: _Seen) -> bool:
     """Return whether the cause is another learning rate on one rank, and a finding is later or at the same step."""
-    return cause.what.startswith(OTHER_RATE) and cause.root == one.root and one.first_step >= cause.first_step
+    is_later = cause.root == one.root and one.first_step >= cause.first_step
+    return cause.what.startswith(OTHER_RATE) and is_later and one.site != "input"
 
 
 def _has_other_input(cause: Finding, one: Finding, _: _Seen) -> bool:
-    """Return whether a finding is on a model whose inputs differ between ranks so that later values do, too."""
-    is_cause = cause.site == "input" and cause.severity > Severity.NOTE
-    return is_cause and one.site != "input" and cause.root == one.root and one.first_step >= cause.first_step
+    return is_effect_of_input(cause, one)
 
 
 def _has_wrong_sign(cause: Finding, one: Finding, _: _Seen) -> bool:
@@ -119,7 +118,7 @@ _LINKS: tuple[tuple[str, Callable[[Finding, Finding, _Seen], bool], tuple[str, .
     ("evaluation_output", _is_later, ("overfitting",)),
     ("not_cleared", _is_later, ("spike", "jump", "loss", "update", "exploding")),
     ("outlier_rank", _has_other_rate, ("replica", "outlier_rank")),
-    ("outlier_rank", _has_other_input, ("outlier_rank", "update", "exploding", "saturated")),
+    ("outlier_rank", _has_other_input, ("outlier_rank",)),
     ("loss", _has_wrong_sign, ("spike", "jump", "update", "exploding", "saturated", "dead", "nonfinite", "unchanged")),
     ("spike", _is_by_rate, ("update", "nonfinite", "jump", "spike", "loss", "exploding")),
     (

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..sites import LABELS, is_labels
 from ..system.text import number
-from .rows import Floats, Integers, Rows, SeriesKey, concatenate, grouped
+from .rows import Flags, Floats, Integers, Rows, SeriesKey, concatenate, grouped
 from .rule import Finding, Severity
 
 _MAX_TARGETS = 256
@@ -138,8 +138,8 @@ class OtherData:
         )
         if not len(rows):
             return
-        lanes, steps, numels = _sums(rows, rows["numel"])
-        _, _, squares = _sums(rows, rows["sum_sq"])
+        lanes, steps, numels = summed(rows, rows["numel"])
+        _, _, squares = summed(rows, rows["sum_sq"])
         for lane in np.unique(lanes).tolist():
             key, about, at = rows.catalog.key_of(lane), rows.catalog.about_of(lane), lanes == lane
             what = "the labels" if holds_labels(key) else "the inputs"
@@ -180,6 +180,17 @@ class OtherData:
         )  # fmt: skip
 
 
+def are_first_arguments(rows: Rows) -> Flags:
+    """Return which rows are of a model's first argument that is no label. Masks or states after it may be zero."""
+    names = rows.catalog.first_arguments
+
+    def is_first(key: SeriesKey) -> bool:
+        is_given = is_of_batch(key) and not holds_labels(key)
+        return is_given and names.setdefault(key.root, key.name) == key.name
+
+    return rows.where("first argument", is_first)
+
+
 def holds_labels(key: SeriesKey) -> bool:
     """Return whether a series has labels, by its name."""
     return is_labels(key.name) is not None
@@ -190,7 +201,7 @@ def is_of_batch(key: SeriesKey) -> bool:
     return key.site == "input" and not key.module_path and key.mode == "train"
 
 
-def _sums(rows: Rows, values: Floats) -> tuple[Integers, Integers, Floats]:
+def summed(rows: Rows, values: Floats) -> tuple[Integers, Integers, Floats]:
     """Return, for each lane and step, in their order, the sum of values over the calls of a step."""
     ids, firsts = grouped(rows.lanes, rows.steps)
     return rows.lanes[firsts], rows.steps[firsts], np.bincount(ids, np.nan_to_num(values)).astype(np.float64)

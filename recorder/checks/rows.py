@@ -133,6 +133,8 @@ class Catalog:
         """By lane (a series on a rank), the number of the part of the batch of the rank. Ranks may share a part."""
         self.shared_rates: set[tuple[str, str]] = set()
         """By root, the learning rates that are of the same parameters on all data-parallel ranks."""
+        self.first_arguments: dict[str, str] = {}
+        """By root, the name of the first argument that is no label."""
         self.peers_of: Integers = np.zeros(0, np.int64)
         """By lane (a series on one rank), a number that is equal on ranks with the same piece of the model."""
         self.recovered_at: list[int] = []
@@ -169,6 +171,11 @@ class Catalog:
         """Return the class name of the module that a series belongs to. Return an empty string if it is not known."""
         module = self.modules.get((key.root, key.module_path))
         return "" if module is None else module.class_name
+
+    @property
+    def parallel_roots(self) -> set[str]:
+        """The models whose ranks are known to be data-parallel, because a wrapper was seen around them."""
+        return {root for root, _ in self.shared_rates}
 
     def mark(self, name: str, is_one: Callable[[SeriesKey], bool]) -> Flags:
         """Return, for each series, whether `is_one` is true of the series.

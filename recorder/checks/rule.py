@@ -18,6 +18,8 @@ from ..system import text
 from .normal import Normal, Sizes
 from .rows import Catalog, Flags, Floats, Integers, Memory, Rows, SeriesKey, Spells, Streaks
 
+MAX_DETAIL = 240
+"""The most characters of a finding's detail in a sentence."""
 _MOST_WAITING = 5_000
 """The most findings that a rule holds back until the end of the run. No sound training causes as many findings."""
 
@@ -86,14 +88,16 @@ class Finding(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The finding in words, for one line: since when it holds, where it is, what it is, and how large."""
+        """The finding in words, for one line: since when it holds, where it is, what it is, how large, and details."""
         return self.told(has_models=False)
 
     def told(self, *, has_models: bool) -> str:
         """Return `text`. Where a run `has_models`, it also names the first of them."""
         model = text.model_in_words(self.root, has_models=has_models)
         where = model + text.value_in_words(self.module_path, self.site, self.name)
-        return f"{'' if self.since is None else 'since '}step {self.first_step}, {where}: {self.said}"
+        detail = f" ({text.shortened(self.detail, MAX_DETAIL)})" if self.detail else ""
+        said = (self.said + detail).replace(") (", "; ")
+        return f"{'' if self.since is None else 'since '}step {self.first_step}, {where}: {said}"
 
     @property
     def said(self) -> str:
@@ -104,11 +108,13 @@ class Finding(NamedTuple):
     @property
     def size(self) -> str:
         """The measured number in words, to be put behind `what`. Empty without a measurement, or if `what` says it."""
-        value = f"{self.value:,.0f}" if 1e4 <= self.value < 1e7 else text.number(self.value)
+        value, threshold = (
+            f"{one:,.0f}" if 1e4 <= one < 1e7 else text.number(one) for one in (self.value, self.threshold)
+        )
         share = f"{text.number(self.value * 100)} %" if self.value < 10 else f"{value} times"
         if not self.measure or (self.measure in ("share of zeros", "std") and self.value == self.threshold):
             return ""
-        limit = f"at {'most' if self.value > self.threshold else 'least'} {text.number(self.threshold)} was expected"
+        limit = f"at {'most' if self.value > self.threshold else 'least'} {threshold} was expected"
         usual = ", {0} {1}" if self.measure.startswith(("records", "times")) else " (the {1} is {0}, where {3})"
         return _SIZES.get(self.measure, usual).format(value, self.measure, share, limit)
 

@@ -189,10 +189,10 @@ class Summary:
             self.finding and not (is_elsewhere and self.nonfinite is not None)
         )
         commands += ["doctor"] * bool(is_odd and self.is_asked_for)
-        return (
-            f"{written}; {'; '.join(clauses)}",
-            f"next: {'; '.join(f'recorder {command} {self.run}' for command in commands or ['check', 'show'])}",
-        )
+        typed = [f"recorder {command} {self.run}" for command in commands or ["check", "show"]]
+        if self.world_size > 1 and not commands:
+            typed[0] += " (it compares the ranks, too)"
+        return (f"{written}; {'; '.join(clauses)}", f"next: {'; '.join(typed)}")
 
 
 def name_in_commands(run_dir: Path, name: str, folder: Path, *, is_default: bool) -> str:

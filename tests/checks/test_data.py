@@ -370,8 +370,24 @@ def test_a_first_argument_that_is_not_normalised_is_a_note(values: Any, is_said:
 
 def test_an_input_that_is_not_normalised_on_one_rank_alone_is_a_note_of_this_rank() -> None:
     values = np.arange(8.0) - 3.5
-    found = said(batches(lambda step, rank: {"x": np.roll(values, step) * (1 + 1e-3 * step + 9 * rank)}, ranks=2), Data)
-    assert [(one.severity.word, one.ranks) for one in found] == [("note", (1,))]
+    for is_parallel in (True, False):
+        recorded = batches(
+            lambda step, rank: {"x": np.roll(values, step) * (1 + 1e-3 * step + rank * 9 - rank**2)}, ranks=3
+        )
+        recorded.catalog.shared_rates = {("model", "lr.SGD.0")} if is_parallel else set()
+        found = said(recorded, Data)
+        assert [(one.severity.word, one.ranks) for one in found] == [("note", (1,))] * is_parallel
+
+
+def test_batches_whose_statistics_are_not_known_are_not_compared() -> None:
+    recorded = Recorded()
+    for step in range(30):
+        for rank in (0, 1):
+            unknown = dict.fromkeys(("mean", "std", "absmax", "l2", "sum_sq", "min", "max"), np.nan)
+            recorded.add(
+                step, "", np.arange(8.0), site="input", name="z", rank=rank, numbers=unknown, dtype="complex64"
+            )
+    assert said(recorded, Data) == []
 
 
 @pytest.mark.parametrize("name, is_said", [("BatchNorm1d", False), ("Linear", True)])

@@ -583,11 +583,17 @@ def test_a_loss_that_is_the_logarithm_of_the_number_of_classes_is_said_to_be_so(
     assert ("each of 4 classes the same probability" in one.detail) == is_said
 
 
-@pytest.mark.parametrize(("fall", "what"), [(0.015, "has hardly left that of a model"), (0.1, "")])
-def test_a_loss_that_falls_and_stays_the_logarithm_of_the_number_of_classes_is_a_note(fall: float, what: str) -> None:
-    recorded = losses(
-        lambda step: math.log(4) + fall * (1 - step / 200) + float(noise(3, step, shape=(), scale=0.002)), steps=200
-    )
+@pytest.mark.parametrize(
+    ("fall", "num_steps", "what"),
+    [(0.015, 200, "has hardly left that of a model"), (0.5, 40, "stays at that of a model"), (0.1, 200, "")],
+)
+def test_a_loss_that_falls_and_stays_the_logarithm_of_the_number_of_classes_is_a_note(
+    fall: float, num_steps: int, what: str
+) -> None:
+    def of_step(step: int) -> float:
+        return math.log(4) + fall * max(1 - step / num_steps, 0) + float(noise(3, step, shape=(), scale=0.002))
+
+    recorded = losses(of_step, steps=200)
     recorded.add(0, "", noise(0, shape=(8, 4)))
     recorded.add(0, "", [0, 1, 2, 3], site="input", name=LABELS, dtype="int64")
     found = said(with_updates(recorded, 1e-3, 200), LossStuck)
@@ -1245,11 +1251,14 @@ def test_a_rank_unlike_one_or_two_others_is_named_by_how_far_apart_they_usually_
 @pytest.mark.parametrize("has_norm", [False, True])
 def test_the_input_of_a_rank_that_is_far_larger_stands_above_the_outputs_that_follow(has_norm: bool) -> None:
     recorded = Recorded()
+    recorded.catalog.shared_rates = {("model", "lr.SGD.0")}
     for step in range(24):
         for rank in range(2):
-            values = noise(step, rank, 1) * (50 if rank else 1)
-            recorded.add(step, "", values, site="input", name="x", rank=rank)
-            recorded.add(step, "up", noise(step, rank, 2) if has_norm else values, rank=rank)
+            for _ in range(1 + 2 * rank):  # calls of a step
+                values = noise(step, rank, 1) * (50 if rank else 1)
+                recorded.add(step, "", values, site="input", name="x", rank=rank)
+                recorded.add(step, "", values, site="input", name="mask", rank=rank)
+                recorded.add(step, "up", noise(step, rank, 2) if has_norm else values, rank=rank)
     found = with_causes(said(recorded, OutlierRank), recorded.catalog)
     detail = "root mean square 1.03 on rank 0, 46.22 on rank 1"
     severity = Severity.NOTE if has_norm else Severity.WARNING

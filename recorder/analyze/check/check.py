@@ -20,7 +20,7 @@ from ...checks.causes import with_causes, words_of
 from ...checks.engine import Engine, Unjudged
 from ...checks.normal import Normal, Sizes
 from ...checks.rows import SeriesKey
-from ...checks.rule import CheckRule, Finding, Setting, Severity
+from ...checks.rule import MAX_DETAIL, CheckRule, Finding, Setting, Severity
 from ...checks.rules.comparing import NEVER_HERE, RUNNING_VARIANCE, OutlierRank, Replica, Restart, Width
 from ...checks.rules.data import ONE_BATCH, Data
 from ...checks.rules.losses import LossStuck
@@ -253,10 +253,13 @@ def _sizes(run: Run, steps: int) -> Sizes:
 
 
 def _excused(findings: Sequence[Finding], normal: Normal) -> list[Finding]:
+    """Make findings that a sound run has, too, notes. Their consequences that no sound run has stand for themselves."""
+    excused = [one for one in findings if one.severity > Severity.NOTE and _subject(one) in normal.said]
+    words = set(map(words_of, excused))
     noted = [
         one._replace(severity=Severity.NOTE, what=f"{one.what}; a sound run has this finding, too")
-        if one.severity > Severity.NOTE and _subject(one) in normal.said
-        else one
+        if one in excused
+        else one._replace(cause="" if one.cause in words else one.cause)
         for one in findings
     ]
     return sorted(noted, key=lambda one: -one.severity)
@@ -325,7 +328,6 @@ def _load(point: EntryPoint, names: Sequence[str]) -> type[CheckRule]:
 
 _MAX_MODULES = 4
 _MAX_PATH = 80
-_MAX_DETAIL = 240
 _MAX_FOLLOWING = 400
 MAX_FINDINGS = 40
 """The largest number of findings that `recorder check` prints. ``--json`` has all findings."""
@@ -537,7 +539,7 @@ def sentence(one: JoinedFindings) -> str:
     worst = one.worst
     if not worst.site:
         return where_of(one)["what"]
-    detail = f" ({shortened(worst.detail, _MAX_DETAIL)})" if worst.detail else ""
+    detail = f" ({shortened(worst.detail, MAX_DETAIL)})" if worst.detail else ""
     return f"{worst.rule}: {_place(one)}: " + (worst.said + detail).replace(") (", "; ")
 
 
@@ -567,7 +569,7 @@ def where_of(one: JoinedFindings) -> dict[str, str]:
         "value": f"{worst.site}{names}",
         "step": f"{'since ' * (worst.since is not None)}step {one.first_step}{until}",
         "rank": _ranks(one.ranks).removeprefix(", "),
-        "size": "; ".join(filter(None, [worst.size.strip(" ,:()"), shortened(worst.detail, _MAX_DETAIL)])),
+        "size": "; ".join(filter(None, [worst.size.strip(" ,:()"), shortened(worst.detail, MAX_DETAIL)])),
     }
 
 

@@ -12,7 +12,7 @@ from operator import attrgetter
 import numpy as np
 
 from ...system.text import number
-from ..given import holds_labels, is_of_batch
+from ..given import are_first_arguments, holds_labels, is_of_batch, summed
 from ..normal import HELD, STATISTICS, Measures, Numbers, Sizes, phase_of, steps_of
 from ..rows import Flags, Floats, Integers, Memory, Rows, SeriesKey, Spells, Streaks, began, grouped, previous
 from ..rule import CALIBRATED, CheckRule, Finding, PartsRule, Setting, Severity, StreakRule, WaitingFindings
@@ -20,6 +20,10 @@ from ..rule import CALIBRATED, CheckRule, Finding, PartsRule, Setting, Severity,
 _SAME_RATE, _RATES = 1e-6, 3
 """The relative distance up to which learning rates are equal, and the steps in a row for which they must differ."""
 _SIZE = "root mean square"
+_SOON = 50
+"""An output differs at most this many steps after the input from which it follows, as noise may hide it at first."""
+_INPUT_RATIO = 1.2
+"""The ratio of sizes from which on inputs count as unlike each other. Outputs may be further apart than they are."""
 _OF_INPUT = "compare how these ranks load and scale their data"
 NEVER_HERE = "it exists in the sound runs, and never in this run"
 OTHER_RATE = "the learning rate is "
@@ -99,23 +103,24 @@ class OutlierRank(StreakRule):
         and of two ranks the other one."""
         self._rates = Streaks()
         self._odd_inputs: list[Finding] = []
-        self._have_effects: set[str] = set()
-        """The models with another value by which ranks are unlike each other."""
+        self._effects: list[Finding] = []
+        """The findings on other values, of which an input may be the cause."""
 
     def wants(self, key: SeriesKey) -> bool:
-        is_input = is_of_batch(key) and not holds_labels(key)
+        is_input = is_of_batch(key) and not holds_labels(key) and key.root in self.catalog.parallel_roots
         return is_input or key.differs_by_batch or (key.root, key.name) in self.catalog.shared_rates
 
     def add(self, rows: Rows) -> Iterator[Finding]:
         is_rate = rows.where("rate", attrgetter("is_rate"))
         yield from self._judge_rates(rows.take(is_rate).by_lane())
-        rows = rows.take(~is_rate & (rows.where("output", lambda key: key.site != "input") | rows.are_float()))
-        for one in super().add(rows) if len(rows) else ():
-            if one.site == "input":
-                self._odd_inputs.append(one)
-            else:
-                self._have_effects.add(one.root)
-                yield one
+        is_judged = ~is_rate & (~rows.at("input") | are_first_arguments(rows))
+        if is_judged.any():
+            for one in super().add(_of_steps(rows.take(is_judged))):
+                if one.site == "input":
+                    self._odd_inputs.append(one)
+                else:
+                    self._effects.append(one)
+                    yield one
 
     def _judge_rates(self, rows: Rows) -> Iterator[Finding]:
         """Report learning rates that differ between data-parallel ranks, once for each group of an optimizer."""
@@ -153,7 +158,8 @@ class OutlierRank(StreakRule):
             few = np.flatnonzero(num < self.thresholds["ranks"])
             usual[few] = self._usual_change(rows.lanes[known[few]], distance[few])
             z[known] = np.abs(distance) / np.maximum(usual, _LEAST_DEVIATION)
-            is_far[known] = np.abs(distance) > np.log(self.thresholds["ratio"])
+            is_input = rows.at("input")[known]
+            is_far[known] = np.abs(distance) > np.log(np.where(is_input, _INPUT_RATIO, self.thresholds["ratio"]))
             of_peers[known] = np.exp(logs - distance)
             others[known] = np.where(num == 2, np.bincount(groups, rows.ranks[known])[groups] - rows.ranks[known], -1)
         self._judged = rows, self._far.lengths(rows.lanes, rows.steps, is_far)[1], of_peers, others
@@ -188,7 +194,7 @@ class OutlierRank(StreakRule):
         if self._judged is None or not measure:  # a learning rate
             return one
         rows, far_since, of_peers, others = self._judged
-        index = int(np.flatnonzero((rows.lanes == lane) & (rows.steps == step))[0])
+        (index,) = np.flatnonzero((rows.lanes == lane) & (rows.steps == step)).tolist()
         sizes = {one.ranks[0]: number(rows.rms[index])}
         told = f"{_SIZE} {sizes[one.ranks[0]]}, and {number(of_peers[index])} in the middle of its peers"
         if others[index] >= 0:
@@ -199,16 +205,26 @@ class OutlierRank(StreakRule):
     def finish(self) -> Iterator[Finding]:
         super().finish()
         for one in self._odd_inputs:  # a norm may take such a difference away
-            is_harmless = one.root not in self._have_effects
-            yield (
-                one._replace(severity=Severity.NOTE, advice=_OF_INPUT)
-                if is_harmless
-                else one._replace(advice=_OF_INPUT)
-            )
+            has_effect = any(is_effect_of_input(one, other) for other in self._effects)
+            yield one._replace(severity=self.severity if has_effect else Severity.NOTE, advice=_OF_INPUT)
         if self._most_ranks < self.thresholds["ranks"] and self._most_changes < self.records:
             needed = f"it needs {self.thresholds['ranks']:.0f} data-parallel ranks, or more records, and there are"
             is_alone = self._most_ranks < 2
             self.why_not_judged = "it needs data-parallel ranks" if is_alone else f"{needed} {self._most_ranks}"
+
+
+def is_effect_of_input(cause: Finding, one: Finding) -> bool:
+    """Return whether ranks are unlike each other by a value that follows from an input by which they already are."""
+    is_near = one.root == cause.root and 0 <= one.first_step - cause.first_step <= _SOON
+    return cause.site == "input" and one.site != "input" and is_near and bool({*cause.ranks} & {*one.ranks})
+
+
+def _of_steps(rows: Rows) -> Rows:
+    """Return one row for each value, rank and step, of all calls of the step together, as the probe has it."""
+    counts = {name: summed(rows, rows[name])[2] for name in ("numel", "nan_count", "inf_count")}
+    ids, firsts = grouped(rows.lanes, rows.steps)
+    sums = np.bincount(ids, rows["sum_sq"]).astype(np.float64)
+    return Rows(rows.catalog, rows.steps[firsts], rows.lanes[firsts], {**counts, "sum_sq": sums})
 
 
 def num_distinct(ids: Integers, ranks: Integers, num_groups: int) -> Integers:

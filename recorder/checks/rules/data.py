@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from ... import sites
 from ...system.text import counted, number
-from ..given import holds_labels, is_of_batch
+from ..given import are_first_arguments, holds_labels, is_of_batch
 from ..rows import (
     Flags,
     Floats,
@@ -103,10 +103,8 @@ class Data(CheckRule):
         """By first input and rank, the logarithm of the largest root mean square so far, and the number of records."""
         self._first_numel = Memory()
         """By input and rank, the elements of its first record: a single one, such as a time, is no batch."""
-        self._rank_of_size: dict[int, int] = {}
-        """By series, the rank of which the rule says that an input is not normalised."""
-        self._first_of: dict[str, str] = {}
-        """By root, the name of the first argument that is not a label."""
+        self._not_normalised: dict[int, Finding] = {}
+        """By series, the first finding that an input is not normalised."""
 
     def wants(self, key: SeriesKey) -> bool:
         """Return whether a series is an input of the complete model in training. A validation may repeat samples."""
@@ -125,16 +123,17 @@ class Data(CheckRule):
                 yield from self._shared(int(steps[at[0]]), lanes[at], totals[at])
         self._judge_repeats(*_batches(told, (_sizes(told) + 0.0).view(np.uint64)))
         self._note_order(rows.take(rows["fingerprint.hash"] >= 0).by_lane())
-        firsts = rows.take(rows.where("first argument", self._is_first)).by_lane()
+        firsts = rows.take(are_first_arguments(rows)).by_lane()
         yield from self._emptied(firsts)
         yield from self._leapt(firsts)
-        yield from self._judge_size(firsts.without_probe())
+        self._judge_size(firsts.without_probe())
         self._judge_labels(rows.take(is_label).by_lane())
         self._judge_flat(rows.without_probe().by_lane())
 
     def finish(self) -> Iterator[Finding]:
         """Yield the held findings that no later record contradicts."""
         yield from self._in_order()
+        yield from self._not_normalised.values()
         are_sorted = dict(self._sorted())
         yield from are_sorted.values()
         of_lane = [(self.catalog.key_of(lane).root, rank) for lane, rank in enumerate(self.catalog.rank_of.tolist())]
@@ -265,11 +264,6 @@ class Data(CheckRule):
             lane = int(lanes[index])
             self._held.append((lane, self._in_a_row(lane, int(steps[index]), what, num, "repeats", since)))
 
-    def _is_first(self, key: SeriesKey) -> bool:
-        """Return whether a series is the first argument. A mask, state or condition after it may well be zero."""
-        is_batch = self.wants(key) and not holds_labels(key)
-        return is_batch and self._first_of.setdefault(key.root, key.name) == key.name
-
     def _emptied(self, rows: Rows) -> Iterator[Finding]:
         """Report inputs that are all zeros, if an input had other values before, or has others on another rank."""
         has_values = (np.nan_to_num(rows["l2"], nan=1.0) != 0) | (rows["nan_count"] + rows["inf_count"] > 0)
@@ -301,21 +295,23 @@ class Data(CheckRule):
             one = self.finding(lane, step, _LARGER, "times the largest", times, self.thresholds["leap"])
             yield one._replace(advice=_LOOK_AT_IT)
 
-    def _judge_size(self, rows: Rows) -> Iterator[Finding]:
-        """Look for a first argument whose elements are far larger than layers expect, but for norms: on one rank."""
+    def _judge_size(self, rows: Rows) -> None:
+        """Look for a first argument whose elements are far larger than layers expect, but for norms."""
         rms, limit = rows.rms, self.thresholds["size"]
-        is_far = (rms > limit) & rows.are_float() & (rows["std"] > 0)
+        # Without a wrapper, a later rank may be a later stage of a pipeline.
+        is_parallel = rows.where("parallel", lambda key: key.root in self.catalog.parallel_roots)
+        is_far = (rms > limit) & rows.are_float() & (rows["std"] > 0) & (is_parallel | (rows.ranks <= 0))
         for index, _, since in self._sizes.reached(rows.lanes, rows.steps, is_far, self.thresholds["records"]):
             lane, step = int(rows.lanes[index]), int(rows.steps[index])
-            if self._rank_of_size.setdefault(int(rows.series[index]), int(rows.ranks[index])) != rows.ranks[index]:
-                continue
             of_root = (one for one in self.catalog.series if one.root == self.catalog.key_of(lane).root)
             first = next((one for one in of_root if one.site == "output" and one.module_path), None)
             if first is None or "norm" not in self.catalog.class_of(first).lower():
                 mean, std = (number(float(rows[name][index])) for name in ("mean", "std"))
                 what = f"the input is not normalised; its mean is {mean} and its standard deviation {std}"
                 one = self.finding(lane, step, what, "root mean square", rms[index], limit, Severity.NOTE, since)
-                yield one._replace(advice=_NORMALISE)
+                one, number_of = one._replace(advice=_NORMALISE), int(rows.series[index])
+                known = self._not_normalised.get(number_of, one)
+                self._not_normalised[number_of] = min(known, one, key=lambda some: (some.first_step, some.ranks))
 
     def _note_order(self, rows: Rows) -> None:
         hashes, sizes = rows["fingerprint.hash"], _sizes(rows)
@@ -348,7 +344,7 @@ class Data(CheckRule):
 
     def _judge_flat(self, rows: Rows) -> None:
         is_label = rows.where("labels", holds_labels)
-        is_judged = is_label | rows.where("first argument", self._is_first)
+        is_judged = is_label | are_first_arguments(rows)
         is_masked = is_label & _are_of_one_class(rows)
         is_ignored = (rows["max"] == IGNORED) & ~rows.are_float()
         is_flat = ((rows["min"] == rows["max"]) & is_judged & (rows["numel"] >= _LEAST_ELEMENTS)) | is_masked
@@ -371,7 +367,7 @@ class EmptyBatch(Data):
     """The part of the rule `data` that runs in training: inputs that become all zeros, or far larger than before."""
 
     def add(self, rows: Rows) -> Iterator[Finding]:
-        firsts = rows.take(rows.where("first argument", self._is_first)).by_lane()
+        firsts = rows.take(are_first_arguments(rows)).by_lane()
         yield from self._emptied(firsts)
         yield from self._leapt(firsts)
 
@@ -410,7 +406,7 @@ def _tells_apart(rows: Rows) -> Flags:
     Batches of one-hot rows, of signs, or of rows of length 1 have equal l2: numel over l2 squared is a whole number.
     """
     with np.errstate(all="ignore"):
-        ratio = np.nan_to_num(rows["numel"] / rows["l2"] ** 2, posinf=0.0)
+        ratio = np.nan_to_num(rows["numel"] / rows["l2"] ** 2, nan=1.0, posinf=0.0)  # complex numbers have no l2
     return (ratio < 0.5) | (np.abs(ratio - np.round(ratio)) > 1e-6 * ratio)
 
 

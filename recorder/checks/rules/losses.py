@@ -186,9 +186,10 @@ class LossStuck(CurveRule):
         what = f"the loss has not fallen beyond its noise, and the weights {'hardly ' * still}move"
         has_fallen = any(has_fallen for _, _, has_fallen in found)
         if has_fallen:
-            if len(found) > 1 or not all(map(self._guessing, means)):
+            if len(found) > 1 or not all(map(self._guessing, means[1:])):  # the first outputs may be sure and wrong
                 return
-            still, what = False, "the loss has hardly left that of a model that gives each class the same probability"
+            verb = "has hardly left" if self._guessing(means[0]) else "stays at"
+            still, what = False, f"the loss {verb} that of a model that gives each class the same probability"
         lane, ranks = self.lanes[curves[0]], tuple(sorted({self.keys[curve].rank for curve in curves} - {-1}))
         one = self.finding(lane, self.step, what, "fall of the loss", fall, shown, Severity(int(still)))
         detail = f"its quarters are {', '.join(map(number, means))}"
