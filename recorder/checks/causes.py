@@ -100,6 +100,7 @@ def _has_other_rate(cause: Finding, one: Finding, _: _Seen) -> bool:
 
 
 def _has_other_input(cause: Finding, one: Finding, _: _Seen) -> bool:
+    """Return whether the cause is an input that differs between ranks, and a finding follows from it."""
     return is_effect_of_input(cause, one)
 
 

@@ -95,9 +95,13 @@ class Finding(NamedTuple):
         """Return `text`. Where a run `has_models`, it also names the first of them."""
         model = text.model_in_words(self.root, has_models=has_models)
         where = model + text.value_in_words(self.module_path, self.site, self.name)
+        return f"{'' if self.since is None else 'since '}step {self.first_step}, {where}: {self.explained}"
+
+    @property
+    def explained(self) -> str:
+        """The fault in words, with the measured number and with details."""
         detail = f" ({text.shortened(self.detail, MAX_DETAIL)})" if self.detail else ""
-        said = (self.said + detail).replace(") (", "; ")
-        return f"{'' if self.since is None else 'since '}step {self.first_step}, {where}: {said}"
+        return (self.said + detail).replace(") (", "; ")
 
     @property
     def said(self) -> str:

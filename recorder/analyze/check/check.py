@@ -539,8 +539,7 @@ def sentence(one: JoinedFindings) -> str:
     worst = one.worst
     if not worst.site:
         return where_of(one)["what"]
-    detail = f" ({shortened(worst.detail, MAX_DETAIL)})" if worst.detail else ""
-    return f"{worst.rule}: {_place(one)}: " + (worst.said + detail).replace(") (", "; ")
+    return f"{worst.rule}: {_place(one)}: {worst.explained}"
 
 
 def _place(one: JoinedFindings) -> str:

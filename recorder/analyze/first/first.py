@@ -307,7 +307,7 @@ def _replica_rows(answer: First, differing: Differing) -> Iterator[tuple[str, st
         yield "factor", told
     names = [value_in_words(*one) for one in answer.differing]
     more = f" and {len(names) - _MAX_LISTED} more; --json has all" if len(names) > _MAX_LISTED else ""
-    yield "differ at any step", f"{len(names)}: {', '.join(names[:_MAX_LISTED])}{more}"
+    yield "differ at any step", f"{counted(len(names), 'value')}: {', '.join(names[:_MAX_LISTED])}{more}"
 
 
 def _ranks_table(values: Sequence[RankValue]) -> Table:

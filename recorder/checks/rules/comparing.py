@@ -174,13 +174,10 @@ class OutlierRank(StreakRule):
         return np.where(num >= self.records, total / np.maximum(num, 1), np.inf)
 
     def what_of(self, lane: int) -> str:
-        is_input, of_two = (
-            self.catalog.key_of(lane).site == "input",
-            "the two data-parallel ranks are unlike each other",
-        )
+        of_input = "the inputs of " * (self.catalog.key_of(lane).site == "input")
         if self._most_ranks == 2:
-            return f"the inputs of {of_two}" if is_input else of_two
-        return "the input of the rank is unlike those of its data-parallel peers" if is_input else self.what
+            return f"{of_input}the two data-parallel ranks are unlike each other"
+        return "the input of the rank is unlike those of its data-parallel peers" if of_input else self.what
 
     def finding(
         self, lane: int, step: int, what: str, measure: str, value: float, threshold: float,

@@ -196,7 +196,7 @@ class EvaluationMode(_ProgramRule):
             whole = self.catalog.modules.get((root, ""))
             is_whole = whole is not None and whole.evaluated is not None
             is_odd = is_whole or len(steps) < len(modules)
-            what = f"the module{', as the whole model,' * is_whole} is in evaluation mode while the model is trained"
+            what = f"the {'whole model' if is_whole else 'module'} is in evaluation mode while the model is trained"
             what += "" if is_odd else ", as all of its kind are"
             for module, step in steps.items():
                 # The first updates are looked at, and that at which the whole model has this mode; else one in 16.
