@@ -247,7 +247,7 @@ class TestCommands:
     def test_first_looks_at_every_row(self, cli: Cli) -> None:
         result = cli("first", RUN)
         assert result.exit_code == cli("first", RUNS[-1]).exit_code
-        assert "'' tap extremes" in result.out
+        assert "(the model) tap extremes" in result.out
         assert "not compared, because no parameter, gradient or optimizer state is held by several" in result.out
 
     def test_stats_know_the_site_of_a_later_run(self, cli: Cli) -> None:

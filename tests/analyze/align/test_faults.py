@@ -202,7 +202,7 @@ FAULTS = {
         _leaking, "'model.layers.1.self_attn.o_proj' input input", "module", 0, "'model.layers.1.self_attn' passes on",
     ),
     "a temperature behind the head": Fault(
-        _with_temperature, "'' output logits", "module", 3, "what runs before it agree",
+        _with_temperature, "(the model) output logits", "module", 3, "what runs before it agree",
     ),
     "another scale of attention": Fault(
         _other_scale, "'model.layers.0.self_attn.o_proj' input input", "module", 1,
