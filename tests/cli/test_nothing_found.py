@@ -59,8 +59,8 @@ def test_rows_without_numbers_are_not_called_finite(cli: Cli, run: Path) -> None
 
 @pytest.mark.parametrize("run", ["ring"], indirect=True)
 def test_a_run_of_no_rows_is_not_called_sound(cli: Cli, run: Path) -> None:
-    (verdict,) = (line for line in cli("check", run).out.splitlines() if line.startswith(f"{run.name}: "))
-    assert verdict.startswith(f"{run.name}: nothing is known; ") and verdict.endswith(" of no step")
+    verdict = next(line for line in cli("check", run).out.splitlines() if " rules judged " in line)
+    assert ": nothing is known; " in verdict and verdict.endswith(" of no step")
 
 
 @pytest.mark.parametrize("run", ["ring", "probe"], indirect=True)
