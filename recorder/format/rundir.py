@@ -21,6 +21,7 @@ from crc32c import crc32c
 
 from ..errors import CorruptError, NotARunError, UnsupportedError, install_line
 from ..sites import FORMAT_NAME, FORMAT_VERSION, PROBE
+from ..system.text import shortened
 
 RUN_MANIFEST = "_run.json"
 WRITER_MANIFEST = "_writer.json"
@@ -199,7 +200,7 @@ def encode_status(facts: Mapping[str, object]) -> bytes:
 
 
 def _short(facts: Mapping[str, object]) -> dict[str, object]:
-    return {name: value[:_MAX_TEXT] if isinstance(value, str) else value for name, value in facts.items()}
+    return {name: shortened(value, _MAX_TEXT) if isinstance(value, str) else value for name, value in facts.items()}
 
 
 def _largest(dropped: Mapping[str, int], num_reasons: int) -> dict[str, int]:

@@ -189,9 +189,8 @@ class Summary:
             self.finding and not (is_elsewhere and self.nonfinite is not None)
         )
         commands += ["doctor"] * bool(is_odd and self.is_asked_for)
-        typed = [f"recorder {command} {self.run}" for command in commands or ["check", "show"]]
-        if self.world_size > 1 and not commands:
-            typed[0] += " (it compares the ranks, too)"
+        more = {"check": " (it compares the ranks, too)"} if self.world_size > 1 else {}
+        typed = [f"recorder {one} {self.run}{more.get(one, '')}" for one in commands or ["check", "show"]]
         return (f"{written}; {'; '.join(clauses)}", f"next: {'; '.join(typed)}")
 
 

@@ -25,7 +25,7 @@ from . import blocks
 from .processes import clean_env, progress, run_fresh
 from .ways import Setting
 
-CHAINS = ("small", "large")
+CHAINS = ("cold-small", "cold-large")
 PROGRAMS = ("demo", "nanogpt", "resnet18")
 KEPT = {"statistics": "recorder, statistics", "tensors": "recorder, tensors"}
 

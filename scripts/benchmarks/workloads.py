@@ -17,7 +17,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 DEMO = Path(__file__).parents[2] / "scripts" / "demo_train.py"
-CHAINS = {"small": (200, 16, 16), "large": (60, 128, 768)}
+NUM_SMALL = 1000
+"""Pairs of small modules."""
+COLD_CHAINS = {"cold-small": (200, 16, 16), "cold-large": (60, 128, 768)}
 """The modules of each chain, their width, and the rows of a batch."""
 _EVICTED_BYTES = 4 << 20
 
@@ -34,9 +36,9 @@ class Workload(NamedTuple):
 def make(name: str) -> Workload:
     """The workload of that name, seeded; each rank has its own batches."""
     torch.manual_seed(1234)
-    if name in CHAINS:
-        return _chain(name)
-    make_it = {"demo": _demo, "ddp": _ddp}.get(name)
+    if name in COLD_CHAINS:
+        return _cold_chain(name)
+    make_it = {"demo": _demo, "ddp": _ddp, "small": _small}.get(name)
     return _program(name) if make_it is None else make_it()
 
 
@@ -61,6 +63,20 @@ def _ddp() -> Workload:
     made = _demo()
     model = nn.parallel.DistributedDataParallel(made.model)
     return made._replace(model=model, optimizer=load_demo().make_optimizer(model))
+
+
+def _small() -> Workload:
+    width = 16
+    model = nn.Sequential(
+        *[layer for _ in range(NUM_SMALL) for layer in (nn.Linear(width, width), nn.LayerNorm(width))]
+    )
+    generator = torch.Generator().manual_seed(0)
+
+    def batches() -> Iterator[tuple[Tensor, Tensor]]:
+        while True:
+            yield torch.randn(16, width, generator=generator), torch.randn(16, width, generator=generator)
+
+    return Workload(model, torch.optim.SGD(model.parameters(), lr=0.01), batches(), _step_of_chain)
 
 
 class _Evicting(torch.autograd.Function):
@@ -90,8 +106,8 @@ class _ColdLinear(nn.Linear):
         return super().forward(evicted)
 
 
-def _chain(name: str) -> Workload:
-    num_modules, width, num_rows = CHAINS[name]
+def _cold_chain(name: str) -> Workload:
+    num_modules, width, num_rows = COLD_CHAINS[name]
     memory = torch.zeros(_EVICTED_BYTES // 4)
     model = nn.Sequential(*[_ColdLinear(width, memory) for _ in range(num_modules)])
     generator = torch.Generator().manual_seed(0)

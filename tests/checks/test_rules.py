@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
+import re
 from typing import Any
 
 import numpy as np
@@ -1228,6 +1229,10 @@ def test_a_rank_unlike_its_peers_is_named() -> None:
     recorded = outputs(lambda step, rank, path, values: values * (20 if rank == 2 else 1), ranks=6)
     found = said(recorded, OutlierRank)
     assert {one.ranks for one in found} == {(2,)} and {one.module_path for one in found} == set(LAYERS)
+    assert all(
+        re.fullmatch(r"root mean square [12]\d.* on rank 2, and .* in the middle of its peers", one.detail)
+        for one in found
+    )
     assert said(outputs(ranks=6), OutlierRank) == []
     (few,) = outputs(ranks=2).judge(OutlierRank).unjudged
     assert "4 data-parallel ranks" in few.why

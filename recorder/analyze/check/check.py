@@ -254,13 +254,16 @@ def _sizes(run: Run, steps: int) -> Sizes:
 
 def _excused(findings: Sequence[Finding], normal: Normal) -> list[Finding]:
     """Make findings that a sound run has, too, notes. Their consequences that no sound run has stand for themselves."""
-    excused = [one for one in findings if one.severity > Severity.NOTE and _subject(one) in normal.said]
-    words = set(map(words_of, excused))
+    is_excused = [one.severity > Severity.NOTE and _subject(one) in normal.said for one in findings]
+    words: tuple[set[str], set[str]] = set(), set()
+    for one, excused in zip(findings, is_excused, strict=True):
+        words[excused].add(words_of(one))
+    free = words[True] - words[False]
     noted = [
         one._replace(severity=Severity.NOTE, what=f"{one.what}; a sound run has this finding, too")
-        if one in excused
-        else one._replace(cause="" if one.cause in words else one.cause)
-        for one in findings
+        if excused
+        else one._replace(cause="" if one.cause in free and one.severity > Severity.NOTE else one.cause)
+        for one, excused in zip(findings, is_excused, strict=True)
     ]
     return sorted(noted, key=lambda one: -one.severity)
 

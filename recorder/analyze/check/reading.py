@@ -255,7 +255,8 @@ def _parts_and_peers(view: GlobalView, run: Run) -> dict[tuple[str, int], tuple[
 def _shared_rates(run: Run) -> set[tuple[str, str]]:
     """Return the learning rates, by root and name, that are those of the same parameters on all data-parallel ranks."""
     of_root: dict[str, set[frozenset[tuple[str, str, str]]]] = {}
-    for root in (root for writer in run.writers for root in writer.manifest.roots if root.data_parallel is not None):
+    roots = (root for writer in run.writers for root in writer.manifest.roots)
+    for root in (root for root in roots if root.data_parallel is not None and root.stage is None):
         rates = ((one.path, name, rate) for one in root.modules for name, rate in one.rates.items())
         of_root.setdefault(root.name, set()).add(frozenset(rates))
     return {(name, rate) for name, some in of_root.items() if len(some) == 1 for _, _, rate in next(iter(some))}

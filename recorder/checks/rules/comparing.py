@@ -22,6 +22,8 @@ _SAME_RATE, _RATES = 1e-6, 3
 _SIZE = "root mean square"
 _SOON = 50
 """An output differs at most this many steps after the input from which it follows, as noise may hide it at first."""
+_GRID = 10
+"""Inputs may be recorded at one of so many steps, and so be seen later than the outputs that follow from them."""
 _INPUT_RATIO = 1.2
 """The ratio of sizes from which on inputs count as unlike each other. Outputs may be further apart than they are."""
 _OF_INPUT = "compare how these ranks load and scale their data"
@@ -98,9 +100,9 @@ class OutlierRank(StreakRule):
         self._distance, self._total, self._num = Memory(), Memory(0.0), Memory(0.0)
         """By value and rank, for few ranks: the last distance from the peers, the sum and number of its changes."""
         self._far = Streaks()
-        self._judged: tuple[Rows, Floats, Floats, Integers] | None = None
-        """The rows that were judged last. For each row: since which step it is far from its peers, the size of these,
-        and of two ranks the other one."""
+        self._judged: tuple[Rows, Floats, Floats, Floats, Integers] | None = None
+        """The rows that were judged last, by lane and step. For each row: since which step it is far from its peers,
+        its size and theirs, and of two ranks the other one."""
         self._rates = Streaks()
         self._odd_inputs: list[Finding] = []
         self._effects: list[Finding] = []
@@ -113,7 +115,7 @@ class OutlierRank(StreakRule):
     def add(self, rows: Rows) -> Iterator[Finding]:
         is_rate = rows.where("rate", attrgetter("is_rate"))
         yield from self._judge_rates(rows.take(is_rate).by_lane())
-        is_judged = ~is_rate & (~rows.at("input") | are_first_arguments(rows))
+        is_judged = ~is_rate & (rows.ranks >= 0) & (~rows.at("input") | are_first_arguments(rows))
         if is_judged.any():
             for one in super().add(_of_steps(rows.take(is_judged))):
                 if one.site == "input":
@@ -149,9 +151,10 @@ class OutlierRank(StreakRule):
         self._most_ranks = max(self._most_ranks, int(num_ranks.max(initial=0)))
         z, is_far = np.zeros(len(rows)), np.zeros(len(rows), np.bool_)
         of_peers, others = np.full(len(rows), np.nan), np.full(len(rows), -1)
-        (known,) = np.nonzero((num_ranks > 1)[ids] & (np.nan_to_num(rows.rms) > 0))
+        sizes = rows.rms
+        (known,) = np.nonzero((num_ranks > 1)[ids] & (np.nan_to_num(sizes) > 0))
         if len(known):
-            logs, groups, num = np.log(rows.rms[known]), grouped(ids[known])[0], num_ranks[ids[known]]
+            logs, groups, num = np.log(sizes[known]), grouped(ids[known])[0], num_ranks[ids[known]]
             means = np.bincount(groups, logs) / np.bincount(groups)
             distance = np.where(num == 2, 2 * (logs - means[groups]), logs - medians(groups, logs)[groups])
             usual = 1.4826 * medians(groups, np.abs(distance))[groups]
@@ -162,7 +165,7 @@ class OutlierRank(StreakRule):
             is_far[known] = np.abs(distance) > np.log(np.where(is_input, _INPUT_RATIO, self.thresholds["ratio"]))
             of_peers[known] = np.exp(logs - distance)
             others[known] = np.where(num == 2, np.bincount(groups, rows.ranks[known])[groups] - rows.ranks[known], -1)
-        self._judged = rows, self._far.lengths(rows.lanes, rows.steps, is_far)[1], of_peers, others
+        self._judged = rows, self._far.lengths(rows.lanes, rows.steps, is_far)[1], sizes, of_peers, others
         return is_far & (z > self.thresholds["z"]), z
 
     def _usual_change(self, lanes: Integers, distance: Floats) -> Floats:
@@ -190,13 +193,16 @@ class OutlierRank(StreakRule):
         one = super().finding(lane, step, what, measure, value, threshold, severity, since)
         if self._judged is None or not measure:  # a learning rate
             return one
-        rows, far_since, of_peers, others = self._judged
-        (index,) = np.flatnonzero((rows.lanes == lane) & (rows.steps == step)).tolist()
-        sizes = {one.ranks[0]: number(rows.rms[index])}
-        told = f"{_SIZE} {sizes[one.ranks[0]]}, and {number(of_peers[index])} in the middle of its peers"
-        if others[index] >= 0:
-            sizes[int(others[index])] = number(of_peers[index])
-            told = f"{_SIZE} {', '.join(f'{size} on rank {rank}' for rank, size in sorted(sizes.items()))}"
+        rows, far_since, sizes, of_peers, others = self._judged
+        first, end = np.searchsorted(rows.lanes, [lane, lane + 1])
+        index = int(first + np.searchsorted(rows.steps[first:end], step))
+        (rank,), other = one.ranks, int(others[index])
+        told = (
+            f"{_SIZE} {number(sizes[index])} on rank {rank}, and {number(of_peers[index])} in the middle of its peers"
+        )
+        if other >= 0:
+            both = sorted([(rank, sizes[index]), (other, of_peers[index])])
+            told = f"{_SIZE} {', '.join(f'{number(size)} on rank {its_rank}' for its_rank, size in both)}"
         return one._replace(since=int(far_since[index]) if self.records > 1 else since, detail=told)
 
     def finish(self) -> Iterator[Finding]:
@@ -212,7 +218,7 @@ class OutlierRank(StreakRule):
 
 def is_effect_of_input(cause: Finding, one: Finding) -> bool:
     """Return whether ranks are unlike each other by a value that follows from an input by which they already are."""
-    is_near = one.root == cause.root and 0 <= one.first_step - cause.first_step <= _SOON
+    is_near = one.root == cause.root and -_GRID <= one.first_step - cause.first_step <= _SOON
     return cause.site == "input" and one.site != "input" and is_near and bool({*cause.ranks} & {*one.ranks})
 
 

@@ -186,9 +186,10 @@ class LossStuck(CurveRule):
         what = f"the loss has not fallen beyond its noise, and the weights {'hardly ' * still}move"
         has_fallen = any(has_fallen for _, _, has_fallen in found)
         if has_fallen:
-            if len(found) > 1 or not all(map(self._guessing, means[1:])):  # the first outputs may be sure and wrong
+            is_guessing, began_there = all(map(self._guessing, means[1:])), bool(self._guessing(means[0]))
+            if len(found) > 1 or not is_guessing or not (began_there or means[0] > means[1]):
                 return
-            verb = "has hardly left" if self._guessing(means[0]) else "stays at"
+            verb = "has hardly left" if began_there else "stays at"  # the first outputs may be sure and wrong
             still, what = False, f"the loss {verb} that of a model that gives each class the same probability"
         lane, ranks = self.lanes[curves[0]], tuple(sorted({self.keys[curve].rank for curve in curves} - {-1}))
         one = self.finding(lane, self.step, what, "fall of the loss", fall, shown, Severity(int(still)))

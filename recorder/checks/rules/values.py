@@ -165,7 +165,7 @@ class NonFinite(CheckRule):
             least = ["at least " * one for one in is_open[params & is_bad].tolist()]
             counts = zip(names, least, nans, infs, strict=True)
             detail = "; ".join(f"{name} holds {some}{n:.0f} NaN, {i:.0f} infinite" for name, some, n, i in counts)
-        elif key.site == "input" and not key.module_path:
+        elif key.site == "input" and not key.module_path and sites.is_labels(key.name) is None:
             what += ", and the model was given it; look at the data, or at what makes this argument"
         elif key.site == "output" and (inputs & is_bad).any():
             what += ", and neither is its input"
