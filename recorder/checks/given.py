@@ -138,8 +138,8 @@ class OtherData:
         )
         if not len(rows):
             return
-        lanes, steps, numels = summed(rows, rows["numel"])
-        _, _, squares = summed(rows, rows["sum_sq"])
+        lanes, steps, numels = _sums(rows, rows["numel"])
+        _, _, squares = _sums(rows, rows["sum_sq"])
         for lane in np.unique(lanes).tolist():
             key, about, at = rows.catalog.key_of(lane), rows.catalog.about_of(lane), lanes == lane
             what = "the labels" if holds_labels(key) else "the inputs"
@@ -201,7 +201,7 @@ def is_of_batch(key: SeriesKey) -> bool:
     return key.site == "input" and not key.module_path and key.mode == "train"
 
 
-def summed(rows: Rows, values: Floats) -> tuple[Integers, Integers, Floats]:
+def _sums(rows: Rows, values: Floats) -> tuple[Integers, Integers, Floats]:
     """Return, for each lane and step, in their order, the sum of values over the calls of a step."""
     ids, firsts = grouped(rows.lanes, rows.steps)
     return rows.lanes[firsts], rows.steps[firsts], np.bincount(ids, np.nan_to_num(values)).astype(np.float64)

@@ -501,8 +501,8 @@ def _parts(run: Run, checked: Checked, typed: str, *, is_verbose: bool) -> Itera
     if settings and not run.lost:
         num = sum(bool(one.setting) for one in checked.unjudged)
         rules = "; ".join(settings).replace(" keep=", " steps=::10 keep=")  # not at every step: most rows
-        judge = f"{num} of these {'rules judges' if num == 1 else 'rules judge'}"
-        yield f"{judge} a run of RECORDER_PRESET=default RECORDER_RULES={shlex.quote(rules)}"
+        verb = "judges" if num == 1 else "judge"
+        yield f"{num} of these rules {verb} a run of RECORDER_PRESET=default RECORDER_RULES={shlex.quote(rules)}"
 
 
 def _listed(findings: Sequence[str]) -> str:

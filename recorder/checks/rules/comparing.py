@@ -12,7 +12,7 @@ from operator import attrgetter
 import numpy as np
 
 from ...system.text import number
-from ..given import are_first_arguments, holds_labels, is_of_batch, summed
+from ..given import are_first_arguments, holds_labels, is_of_batch
 from ..normal import HELD, STATISTICS, Measures, Numbers, Sizes, phase_of, steps_of
 from ..rows import Flags, Floats, Integers, Memory, Rows, SeriesKey, Spells, Streaks, began, grouped, previous
 from ..rule import CALIBRATED, CheckRule, Finding, PartsRule, Setting, Severity, StreakRule, WaitingFindings
@@ -224,10 +224,12 @@ def is_effect_of_input(cause: Finding, one: Finding) -> bool:
 
 def _of_steps(rows: Rows) -> Rows:
     """Return one row for each value, rank and step, of all calls of the step together, as the probe has it."""
-    counts = {name: summed(rows, rows[name])[2] for name in ("numel", "nan_count", "inf_count")}
     ids, firsts = grouped(rows.lanes, rows.steps)
-    sums = np.bincount(ids, rows["sum_sq"]).astype(np.float64)
-    return Rows(rows.catalog, rows.steps[firsts], rows.lanes[firsts], {**counts, "sum_sq": sums})
+    columns = {name: np.nan_to_num(rows[name]) for name in ("numel", "nan_count", "inf_count")}
+    sums = {
+        name: np.bincount(ids, one).astype(np.float64) for name, one in {**columns, "sum_sq": rows["sum_sq"]}.items()
+    }
+    return Rows(rows.catalog, rows.steps[firsts], rows.lanes[firsts], sums)
 
 
 def num_distinct(ids: Integers, ranks: Integers, num_groups: int) -> Integers:

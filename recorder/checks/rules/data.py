@@ -309,9 +309,9 @@ class Data(CheckRule):
                 mean, std = (number(float(rows[name][index])) for name in ("mean", "std"))
                 what = f"the input is not normalised; its mean is {mean} and its standard deviation {std}"
                 one = self.finding(lane, step, what, "root mean square", rms[index], limit, Severity.NOTE, since)
-                one, number_of = one._replace(advice=_NORMALISE), int(rows.series[index])
-                known = self._not_normalised.get(number_of, one)
-                self._not_normalised[number_of] = min(known, one, key=lambda some: (some.first_step, some.ranks))
+                one, series = one._replace(advice=_NORMALISE), int(rows.series[index])
+                known = self._not_normalised.get(series, one)
+                self._not_normalised[series] = min(known, one, key=lambda some: (some.first_step, some.ranks))
 
     def _note_order(self, rows: Rows) -> None:
         hashes, sizes = rows["fingerprint.hash"], _sizes(rows)

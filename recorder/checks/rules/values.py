@@ -8,6 +8,7 @@ import numpy as np
 
 from ... import sites
 from ...system.text import listed, named
+from ..given import holds_labels
 from ..rows import (
     HARMLESS,
     THROWN_AWAY,
@@ -165,7 +166,7 @@ class NonFinite(CheckRule):
             least = ["at least " * one for one in is_open[params & is_bad].tolist()]
             counts = zip(names, least, nans, infs, strict=True)
             detail = "; ".join(f"{name} holds {some}{n:.0f} NaN, {i:.0f} infinite" for name, some, n, i in counts)
-        elif key.site == "input" and not key.module_path and sites.is_labels(key.name) is None:
+        elif key.site == "input" and not key.module_path and not holds_labels(key):
             what += ", and the model was given it; look at the data, or at what makes this argument"
         elif key.site == "output" and (inputs & is_bad).any():
             what += ", and neither is its input"
@@ -173,9 +174,7 @@ class NonFinite(CheckRule):
             what += ", although the input of the module is: the module made the value"
         elif key.site in ("output", "tap"):
             what += ", and all values recorded before it in this step are finite"
-        is_label = (
-            same_step & rows.where("labels", lambda one: sites.is_labels(one.name) is not None) & rows.at("input")
-        )
+        is_label = same_step & rows.where("labels", holds_labels) & rows.at("input")
         if is_label.any() and (rows["min"][is_label] == IGNORED).all() and (rows["max"][is_label] == IGNORED).all():
             what += f"; {ALL_IGNORED}"
         what += self._objectives(rows.take(same_step), is_bad[same_step])
