@@ -21,6 +21,8 @@ _GREW = 1.5
 """Targets have grown if the last ones are this many times as large as the first ones."""
 _LEAST_BATCHES = 8
 """The number of batches whose range counts as known, and the number of other ones after which data have changed."""
+GUESSED = 0.02
+"""How far the loss of probabilities may be from that of equal ones."""
 _NEAR_STEPS = 2
 """A leap comes at most this many steps after other data, to which a mean of labels or of losses may answer later."""
 
@@ -63,6 +65,26 @@ class Targets:
         if not is_explained or not (told := self._told(before, now)):
             return one
         return one._replace(severity=Severity.NOTE, detail="; ".join(filter(None, [told, one.detail])))
+
+    def loss_of_guess(self) -> tuple[float, float, str]:
+        """Return the least and the highest loss of a model that gives each sample the same, and in words what it gives.
+
+        The loss is the entropy of labels that are 0 or 1. It is the variance of other numbers, for squared differences.
+        It is NaN for classes, which are whole numbers, and where a sample has several labels.
+        """
+        rows = concatenate([*self._first, *self._last]) if self._first else None
+        shapes = [] if rows is None else [about.shape for about in rows.catalog.about]
+        are_single = np.array([shape[:1] == (math.prod(shape),) for shape in shapes], np.bool_)
+        rows = rows and rows.take(are_single[rows.series] & rows.are_float() & np.isfinite(rows["sum"]))
+        if not rows:
+            return math.nan, math.nan, ""
+        num, total, squares = (float(rows[name].sum()) for name in ("numel", "sum", "sum_sq"))
+        mean = total / num
+        if (rows["sum"] == rows["sum_sq"]).all() and 0 < mean < 1:
+            entropy = -mean * math.log(mean) - (1 - mean) * math.log(1 - mean)
+            return entropy - GUESSED, entropy + GUESSED, "each sample the same probability"
+        variance = squares / num - mean**2
+        return 0.95 * variance, 1.1 * variance, "each sample the mean of the labels"  # what it gives still moves
 
     @staticmethod
     def _sizes(some: list[Rows], one: Finding, *, is_numeric: bool = False) -> tuple[Integers, Floats]:

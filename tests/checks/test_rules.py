@@ -601,6 +601,31 @@ def test_a_loss_that_falls_and_stays_the_logarithm_of_the_number_of_classes_is_a
     assert [one.severity for one in found] == [Severity.NOTE] * bool(what) and all(what in one.what for one in found)
 
 
+@pytest.mark.parametrize(
+    ("labels", "stays_at", "words"),
+    [
+        (lambda e: 3 + 2 * e, 4.1, "each sample the mean of the labels"),
+        (lambda e: 3 + 2 * e, 3.0, ""),
+        (lambda e: (e > 0.67).astype(float), 0.5623, "each sample the same probability"),
+        (lambda e: (e > 0.67).astype(float), 0.1875, ""),
+        (lambda e: (3 + 2 * e).reshape(32, 2), 4.1, ""),
+    ],
+    ids=["numbers", "learnt", "of two classes", "learnt classes", "two numbers a sample"],
+)
+def test_a_loss_that_stays_that_of_one_answer_for_all_samples_is_a_note(
+    labels: Any, stays_at: float, words: str
+) -> None:
+    recorded = losses(
+        lambda step: stays_at * (1 + 5 * 0.8**step) + float(noise(3, step, shape=(), scale=0.01)), steps=200
+    )
+    for step in range(0, 200, 10):
+        recorded.add(step, "", labels(noise(4, step, shape=(64,))), site="input", name=LABELS)
+    found = said(with_updates(recorded, 1e-3, 200), LossStuck)
+    assert [(one.severity, f"stays at that of a model that gives {words}" in one.what) for one in found] == [
+        (Severity.NOTE, True)
+    ] * bool(words)
+
+
 def test_a_loss_is_not_judged_within_its_noise_where_that_says_nothing() -> None:
     def stays(step: int) -> float:
         return 1.4 + float(noise(3, step, shape=(), scale=0.1))

@@ -10,7 +10,7 @@ import numpy as np
 
 from ...sites import EVALUATION_LOSS, LABELS, UPDATE, is_validation_loss
 from ...system.text import number
-from ..given import OtherData, Targets, is_of_batch
+from ..given import GUESSED, OtherData, Targets, is_of_batch
 from ..normal import Moves
 from ..rows import Floats, Integers, Memory, Rows, SeriesKey
 from ..rule import CALIBRATED, Finding, Setting, Severity
@@ -36,7 +36,7 @@ _CERTAIN = 5
 class LossStuck(CurveRule):
     name = "loss"
     sentence = "The loss never falls beyond its noise, rises, leaps and stays up, or has the wrong sign."
-    sites, columns = ("scalar",), ("mean",)
+    sites, columns, more_columns = ("scalar",), ("mean",), ("sum",)
     settings = (
         Setting("records", 10, "records", "smdebug's LossNotDecreasing"),
         Setting("spread", 1e-3, "of the loss", "smdebug's LossNotDecreasing, of a decrease"),
@@ -167,7 +167,7 @@ class LossStuck(CurveRule):
         if self.most < 2 * self._window:
             self.why_not_judged = f"it needs {2 * self._window} records of a loss, and there are fewer"
         for curve, one in self._still.items():
-            yield self.among_rivals(curve, one._replace(detail=self._guessing(self._middle.of(curve))))
+            yield self.among_rivals(curve, one._replace(detail=self._told_guess(self._middle.of(curve))))
         yield from () if self._still else self._never_fell()  # a fine-tuning may begin at its floor: a note
 
     def _never_fell(self) -> Iterator[Finding]:
@@ -186,31 +186,36 @@ class LossStuck(CurveRule):
         what = f"the loss has not fallen beyond its noise, and the weights {'hardly ' * still}move"
         has_fallen = any(has_fallen for _, _, has_fallen in found)
         if has_fallen:
-            is_guessing, began_there = all(map(self._guessing, means[1:])), bool(self._guessing(means[0]))
+            is_guessing, began_there = all(map(self._guess, means[1:])), bool(self._guess(means[0]))
             if len(found) > 1 or not is_guessing or not (began_there or means[0] > means[1]):
                 return
             verb = "has hardly left" if began_there else "stays at"  # the first outputs may be sure and wrong
-            still, what = False, f"the loss {verb} that of a model that gives each class the same probability"
+            still, what = False, f"the loss {verb} that of a model that gives {self._guess(means[-1])}"
         lane, ranks = self.lanes[curves[0]], tuple(sorted({self.keys[curve].rank for curve in curves} - {-1}))
         one = self.finding(lane, self.step, what, "fall of the loss", fall, shown, Severity(int(still)))
         detail = f"its quarters are {', '.join(map(number, means))}"
         detail += "" if has_fallen else f"; a fall by {number(100 * shown)} % would show"
         moved_in_words = f"the lengths of all updates add up to {number(moved)} times the norm of the weights"
-        details = filter(None, (detail, self._guessing(means[-1]), moved_in_words))
+        details = filter(None, (detail, "" if has_fallen else self._told_guess(means[-1]), moved_in_words))
         yield self.among_rivals(int(curves[0]), one._replace(ranks=ranks, detail="; ".join(details)))
 
-    def _guessing(self, loss: float) -> str:
-        """Say so if a loss of classes is the logarithm of their number. Return an empty text if it is not.
+    def _guess(self, loss: float) -> str:
+        """Say what a model gives that has learnt nothing of its inputs and has this loss. Return "" for another loss.
 
-        The classes are the last dim of the output of a model whose loss has whole-numbered labels.
+        A loss of classes then is the logarithm of their number. The classes are the last dim of the output of a model
+        whose loss has whole-numbered labels.
         """
         about = list(zip(self.catalog.series, self.catalog.about, strict=True))
         roots = {key.root for key, one in about if key.name == LABELS and "int" in one.dtype}
         sizes = (
             one.shape[-1:] for key, one in about if (key.site, key.module_path) == ("output", "") and key.root in roots
         )
-        num = next((size[0] for size in sizes if size > (1,) and abs(math.log(size[0]) - loss) < 0.02), 0)
-        return f"a model that gives each of {num} classes the same probability has this loss" if num else ""
+        num = next((size[0] for size in sizes if size > (1,) and abs(math.log(size[0]) - loss) < GUESSED), 0)
+        low, high, words = self._targets.loss_of_guess()
+        return f"each of {num} classes the same probability" if num else words * (low < loss < high)
+
+    def _told_guess(self, loss: float) -> str:
+        return f"a model that gives {guess} has this loss" if (guess := self._guess(loss)) else ""
 
     def _quarters(self, curves: Integers, num: int) -> tuple[list[float], float, bool]:
         """Return the loss in the quarters of the run, which fall shows, and whether it fell, or may have fallen."""
