@@ -12,6 +12,8 @@ from ..system.text import number
 from .rows import Flags, Floats, Integers, Rows, SeriesKey, concatenate, grouped
 from .rule import Finding, Severity
 
+IGNORED = -100
+"""The label that a cross-entropy of PyTorch ignores unless it is told of another one."""
 _MAX_TARGETS = 256
 _FEWEST_TARGETS = 3
 _CERTAIN = 5

@@ -398,3 +398,47 @@ def test_a_norm_that_gets_the_input_first_normalises_it(name: str, is_said: bool
         for path in ("first", "norm", ""):
             recorded.add(step, path, noise(step, 1))
     assert bool(said(recorded, Data)) is is_said
+
+
+def padded(step: int, *, is_inverted: bool = False, ignored: int | None = None, padding: int = 0) -> dict[str, Any]:
+    """The arguments of a model of Hugging Face: rows of tokens, of which the last are padding."""
+    drawn = np.random.default_rng(step)
+    is_token = np.arange(12) < drawn.integers(4, 11, (6, 1))
+    tokens = np.where(is_token, drawn.integers(1, 9, (6, 12)), padding)
+    labels = tokens if ignored is None else np.where(is_token, tokens, ignored)
+    return {"input_ids": tokens, "attention_mask": is_token != is_inverted, "labels": labels}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"ignored": -100}, None),
+        ({}, (Severity.NOTE, "labels", "the loss counts padding")),
+        ({"is_inverted": True, "ignored": -100}, (Severity.WARNING, "attention_mask", "is inverted")),
+        ({"is_inverted": True}, (Severity.WARNING, "attention_mask", "is inverted")),
+        ({"padding": 9}, (Severity.NOTE, "labels", "the loss counts padding")),
+        ({"padding": 9, "ignored": -100, "is_inverted": True}, None),
+    ],
+)
+def test_padding_that_is_not_left_out_is_named(arguments: Any, expected: tuple[Severity, str, str] | None) -> None:
+    found = said(batches(lambda step, rank: padded(step + 99 * rank, **arguments), ranks=2, dtype="int64"), Data)
+    assert [(one.severity, one.name) for one in found] == ([expected[:2]] if expected else [])
+    assert all(expected and expected[2] in one.what and "padding" in one.detail and one.since == 0 for one in found)
+
+
+@pytest.mark.parametrize("make", [lambda one: one["labels"][:, :8], lambda one: one["labels"][:, 0]])
+def test_labels_of_another_length_are_no_padding(make: Any) -> None:
+    def of(step: int, rank: int) -> dict[str, Any]:
+        return padded(step) | {"labels": make(padded(step))}
+
+    assert said(batches(of, dtype="int64"), Data) == []
+
+
+def test_batches_without_padding_or_that_disagree_say_nothing() -> None:
+    def packed(step: int, rank: int) -> dict[str, Any]:
+        return {name: values[:, :4] for name, values in padded(step).items()}
+
+    def mixed(step: int, rank: int) -> dict[str, Any]:
+        return padded(step, is_inverted=step != 30, ignored=-100 if step == 20 else None)
+
+    assert said(batches(packed, dtype="int64"), Data) == [] == said(batches(mixed, dtype="int64"), Data)

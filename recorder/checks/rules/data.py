@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from ... import sites
 from ...system.text import counted, number
-from ..given import are_first_arguments, holds_labels, is_of_batch
+from ..given import IGNORED, are_first_arguments, holds_labels, is_of_batch
 from ..rows import (
     Flags,
     Floats,
@@ -27,12 +27,11 @@ from ..rows import (
     previous,
 )  # fmt: skip
 from ..rule import CALIBRATED, CheckRule, Finding, Setting, Severity
+from .padding import Padding
 
 ONE_BATCH = "the batch is that of rank"
 _BATCH = ("mean", "std", "absmax", "l2")
 """The statistics that two different batches hardly ever have in common."""
-IGNORED = -100
-"""The label that a cross-entropy of PyTorch ignores unless it is told of another one."""
 _LARGER = "the input is far larger than in any batch before"
 _LOOK_AT_IT = "look at the samples of this batch, and at what scales them"
 _APART = 4_000.0
@@ -61,10 +60,10 @@ class Data(CheckRule):
     name = "data"
     sentence = (
         "Two data-parallel ranks get the same batch, a batch is repeated or is empty, an input or the labels are "
-        "constant, or an input is not normalised."
+        "constant, an input is not normalised, or padding is not left out."
     )
     sites, columns, reads_probe = ("input",), (*_BATCH, "min", "max"), True
-    more_columns = ("fingerprint.hash",)
+    more_columns = ("fingerprint.hash", "zero_count")
     settings = (
         Setting("records", 3, "records", "a missing sampler repeats every batch"),
         Setting("repeats", 20, "records", CALIBRATED),
@@ -105,6 +104,7 @@ class Data(CheckRule):
         """By input and rank, the elements of its first record: a single one, such as a time, is no batch."""
         self._not_normalised: dict[int, Finding] = {}
         """By series, the first finding that an input is not normalised."""
+        self._padding = Padding(self.finding)
 
     def wants(self, key: SeriesKey) -> bool:
         """Return whether a series is an input of the complete model in training. A validation may repeat samples."""
@@ -127,6 +127,7 @@ class Data(CheckRule):
         yield from self._emptied(firsts)
         yield from self._leapt(firsts)
         self._judge_size(firsts.without_probe())
+        self._padding.add(rows.without_probe())
         self._judge_labels(rows.take(is_label).by_lane())
         self._judge_flat(rows.without_probe().by_lane())
 
@@ -134,6 +135,7 @@ class Data(CheckRule):
         """Yield the held findings that no later record contradicts."""
         yield from self._in_order()
         yield from self._not_normalised.values()
+        yield from self._padding.finish()
         are_sorted = dict(self._sorted())
         yield from are_sorted.values()
         of_lane = [(self.catalog.key_of(lane).root, rank) for lane, rank in enumerate(self.catalog.rank_of.tolist())]

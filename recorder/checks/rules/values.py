@@ -8,7 +8,7 @@ import numpy as np
 
 from ... import sites
 from ...system.text import listed, named
-from ..given import holds_labels
+from ..given import IGNORED, holds_labels
 from ..rows import (
     HARMLESS,
     THROWN_AWAY,
@@ -22,7 +22,7 @@ from ..rows import (
     thrown_away,
 )  # fmt: skip
 from ..rule import CheckRule, Finding, Setting, Severity, StreakRule
-from .data import ALL_IGNORED, IGNORED
+from .data import ALL_IGNORED
 
 _MOST_SKIPPED = 20
 """The number of skipped steps that halve a scale of 2^16 to 1. Further halving cannot help."""
