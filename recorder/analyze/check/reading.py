@@ -20,7 +20,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ...checks.rows import IS_PROBE, About, Catalog, ModuleFacts, Rows, SeriesKey, grouped
+from ...checks.rows import IS_PROBE, NUMBERS, About, Catalog, ModuleFacts, Rows, SeriesKey, grouped
 from ...columns import COUNTS, SCHEMA, parse_shape
 from ...errors import CorruptError, RunError
 from ...numerics.distributions import Histograms, ManyUnits, histograms_of, units_of
@@ -40,7 +40,6 @@ _KEY = ("root", "module_path", "site", "name", "mode", "phase", "scope")
 _ABOUT = ("dtype", "shape", "global_shape")
 _TEXTS = (*_KEY, *_ABOUT)
 _WHOLE = "global_numel"
-_NUMBERS = ("numel", "mean", "std", "min", "max", "absmax", "l2", "sum", "sum_sq", *COUNTS)
 _ORDER = ("step", "rank", "attempt", "seq")
 _EVERY = (-MAX_COUNT, MAX_COUNT)
 """A range that contains every step. With this range, the steps of rows are not compared with the range."""
@@ -195,7 +194,7 @@ class RecordedColumns:
         self.details = [name for name in SOURCES if name in columns]
         kinds = {name: SCHEMA.field(name).type for name in columns if name in SCHEMA.names}
         more = (name for name, kind in kinds.items() if pa.types.is_integer(kind) or pa.types.is_floating(kind))
-        self.numbers = tuple(dict.fromkeys((*_NUMBERS, *more)))
+        self.numbers = tuple(dict.fromkeys(("numel", *NUMBERS, *more)))
         self._wanted = (*_ORDER, *self.numbers, *_TEXTS)
         self.names = list(dict.fromkeys((*self._wanted, *(SOURCES[name] for name in self.details))))
         self.schema = pa.schema(

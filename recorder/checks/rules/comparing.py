@@ -19,7 +19,6 @@ from ..rule import CALIBRATED, CheckRule, Finding, PartsRule, Setting, Severity,
 
 _SAME_RATE, _RATES = 1e-6, 3
 """The relative distance up to which learning rates are equal, and the steps in a row for which they must differ."""
-_SIZE = "root mean square"
 _SOON = 50
 """An output differs at most this many steps after the input from which it follows, as noise may hide it at first."""
 _GRID = 10
@@ -197,12 +196,11 @@ class OutlierRank(StreakRule):
         first, end = np.searchsorted(rows.lanes, [lane, lane + 1])
         index = int(first + np.searchsorted(rows.steps[first:end], step))
         (rank,), other = one.ranks, int(others[index])
-        told = (
-            f"{_SIZE} {number(sizes[index])} on rank {rank}, and {number(of_peers[index])} in the middle of its peers"
-        )
+        size = "root mean square " * (one.site != "scalar")
+        told = f"{size}{number(sizes[index])} on rank {rank}, and {number(of_peers[index])} in the middle of its peers"
         if other >= 0:
             both = sorted([(rank, sizes[index]), (other, of_peers[index])])
-            told = f"{_SIZE} {', '.join(f'{number(size)} on rank {its_rank}' for its_rank, size in both)}"
+            told = f"{size}{', '.join(f'{number(size)} on rank {its_rank}' for its_rank, size in both)}"
         return one._replace(since=int(far_since[index]) if self.records > 1 else since, detail=told)
 
     def finish(self) -> Iterator[Finding]:
