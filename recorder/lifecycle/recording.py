@@ -224,7 +224,8 @@ class Recording:
                 manifest = self._manifest()
                 self._ring.findings.judge_program(manifest["roots"])
             if self._ring.is_judgement_due():
-                self._ring.judge_early((manifest or self._manifest())["roots"])
+                manifest = manifest or self._manifest()
+                self._ring.judge_early(manifest["roots"])
             if time.monotonic() >= self._next_status_s:  # the first status is due at once
                 self._next_status_s = time.monotonic() + (self._settings.status_interval_s or math.inf)
                 self._show_status()

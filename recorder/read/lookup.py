@@ -73,7 +73,7 @@ def find_tensor(
     rows.load(LOOKUP_COLUMNS)
     paths = rows.module_paths()
     if (code := paths.code(module_path)) < 0:
-        raise LookupFailedError(f"no module {module_path!r} in this run{hint(module_path, paths.texts or [])}")
+        raise LookupFailedError(f"no module {module_path!r} in this run{hint(str(module_path), paths.texts or [])}")
     of_module = np.flatnonzero(paths.codes == code)
     positions, what = _answering(rows, writers, of_module, question, f"{module_path!r}", stages)
     if counts is None:  # a job that is launched again begins with attempt 0, so one attempt can be recorded twice
