@@ -830,6 +830,41 @@ def test_a_learning_rate_below_zero_is_named() -> None:
     assert one.said.startswith("the learning rate is below zero: each update follows the gradient uphill")
 
 
+@pytest.mark.parametrize(
+    ("rate", "num_rises"),
+    [
+        (lambda step: 1 + np.cos(np.pi * step / 10), 5),
+        (lambda step: 1 + np.cos(np.pi * step / 2), 24),
+        (lambda step: 1 + np.cos(np.pi * step / 80), 1),
+        (lambda step: min(step / 10, 1) * (1 + np.cos(np.pi * step / 100)), 0),
+        (lambda step: 1 + np.cos(np.pi * (step % 25) / 25), 0),
+        (lambda step: 0.5 ** (step // 25) * (1 + np.cos(np.pi * (step % 25) / 25)), 0),
+        (lambda step: 1.1 + np.cos(np.pi * step / 10), 0),
+        (lambda step: float(step > 50), 0),
+        (lambda step: 0.0, 0),
+    ],
+    ids=[
+        "a wave",
+        "a short wave",
+        "past the end",
+        "one fall",
+        "restarts",
+        "lower restarts",
+        "cyclical",
+        "late",
+        "zero",
+    ],
+)
+def test_a_learning_rate_that_rises_again_from_almost_nothing_is_a_note(rate: Any, num_rises: int) -> None:
+    recorded = Recorded()
+    for step in range(100):
+        for rank in range(2):
+            recorded.add(step, "", 1e-3 * float(rate(step)), site="scalar", name="lr.AdamW.0", rank=rank)
+    found = said(recorded, Update)
+    assert [one.severity for one in found] == [Severity.NOTE] * bool(num_rises)
+    assert all(f"{num_rises} times" in one.what or num_rises == 1 for one in found)
+
+
 def test_gradients_that_grow_backwards_explode() -> None:
     for factor, expected in ((10.0, ["blocks.0"]), (2.0, [])):
         recorded = Recorded()
@@ -858,13 +893,14 @@ def test_a_gradient_of_zeros_is_named_and_one_that_is_never_there() -> None:
 
 
 @pytest.mark.parametrize(
-    ("frozen", "expected"), [([2], ["blocks.2"]), ([0], []), ([0, 1], []), ([2, 5], []), ([7], [])]
+    ("frozen", "expected", "num_behind"),
+    [([2], ["blocks.2"], 1), ([0], [], 0), ([0, 1], [], 0), ([2, 5], [], 2), ([0, 1, 4], [], 1), ([7], [], 1)],
 )
 @pytest.mark.parametrize("has_rows", [True, False])
 def test_a_layer_that_alone_is_frozen_between_layers_alike_is_named(
-    frozen: list[int], expected: list[str], has_rows: bool
+    frozen: list[int], expected: list[str], num_behind: int, has_rows: bool
 ) -> None:
-    """A frozen parameter has rows where an optimizer has it."""
+    """A frozen parameter has rows where an optimizer has it. Behind a layer that is trained, it is noted without."""
     recorded = Recorded(dict.fromkeys(LAYERS, "Linear"))
     for number, path in enumerate(LAYERS):
         is_frozen = number in frozen
@@ -877,11 +913,14 @@ def test_a_layer_that_alone_is_frozen_between_layers_alike_is_named(
                 recorded.add(step, path, noise(step, number), **OPTIMIZER, site="grad")
     found = said(recorded, NoGradient)
     assert [one.module_path for one in found if one.severity > Severity.NOTE] == expected
-    assert len(found) == (len(frozen) if has_rows else len(expected))
+    assert len(found) == (len(frozen) if has_rows else num_behind)
+    assert sum("alike, is True" in one.what for one in found) == num_behind
 
 
-@pytest.mark.parametrize(("frozen", "expected"), [(["head"], ["head"]), (["head", "blocks.0"], []), (["blocks.7"], [])])
-def test_a_head_that_alone_is_frozen_is_a_note(frozen: list[str], expected: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("frozen", "expected"), [(["head"], ["head"]), (["head", "blocks.0"], []), (["blocks.7"], ["blocks.7"])]
+)
+def test_a_last_layer_that_is_frozen_is_a_note(frozen: list[str], expected: list[str]) -> None:
     recorded = Recorded(dict.fromkeys([*LAYERS, "head"], "Linear"))
     for number, path in enumerate([*LAYERS, "head"]):
         module = recorded.catalog.modules["model", path]

@@ -206,11 +206,12 @@ class NoGradient(StreakRule):
         params = frozen | {(key.root, key.module_path, key.name) for key in keys if key.site == "param"}
         alone = frozen & _alone(params, having)
         last = _last([*self.catalog.modules], frozen, having)
-        having |= alone | last
-        for one in sorted(alone | last):
+        behind = (frozen & _behind(params, having)) - alone - last
+        having |= alone | last | behind
+        for one in sorted(alone | last | behind):
             severity, others = self.severity, "the layers around it, alike,"
-            if one in last:
-                severity, others = Severity.NOTE, "all other layers"
+            if one not in alone:
+                severity, others = Severity.NOTE, "all other layers" if one in last else "a layer before it, alike,"
             what = f"{NO_GRADIENT}: its requires_grad is False, and that of {others} is True"
             yield Finding(
                 self.name, severity, 0, one[0], one[1], "param", one[2], ranks=(), what=what, measure="",
@@ -283,16 +284,30 @@ def _alone(params: Set[_Param], having: Set[_Param]) -> set[_Param]:
 
     If layers are frozen on purpose, they are the first ones, or all but the last one.
     """
+    alone: set[_Param] = set()
+    for alike in _like_layers(params):
+        lacking = [one for one in alike if one not in having]
+        if len(alike) > 3 and len(lacking) == 1:
+            alone.update(one for one in lacking if one in alike[1:-1])
+    return alone
+
+
+def _behind(params: Set[_Param], having: Set[_Param]) -> set[_Param]:
+    """Return parameters without a gradient, if a like layer before has one. Layers frozen on purpose are the first."""
+    behind: set[_Param] = set()
+    for alike in _like_layers(params):
+        first = next((at for at, one in enumerate(alike) if one in having), len(alike))
+        behind.update(one for one in alike[first:] if one not in having)
+    return behind
+
+
+def _like_layers(params: Set[_Param]) -> Iterator[list[_Param]]:
+    """Yield the parameters of layers that are alike, in the order of the layers."""
     kinds: dict[_Param, list[_Param]] = {}
     for root, path, name in params:
         kinds.setdefault((root, template(path), name), []).append((root, path, name))
-    alone: set[_Param] = set()
     for alike in kinds.values():
-        lacking = [one for one in alike if one not in having]
-        if len(alike) > 3 and len(lacking) == 1:
-            alike.sort(key=lambda one: [int(part) for part in one[1].split(".") if part.isdecimal()])
-            alone.update(one for one in lacking if one in alike[1:-1])
-    return alone
+        yield sorted(alike, key=lambda one: [int(part) for part in one[1].split(".") if part.isdecimal()])
 
 
 def _last(modules: list[tuple[str, str]], frozen: Set[_Param], having: Set[_Param]) -> set[_Param]:

@@ -57,6 +57,10 @@ def _tells_skip(key: SeriesKey) -> bool:
     return tells_skip(key.site, key.name)
 
 
+_FALLEN, _RISEN, _AT_ONCE = 0.01, 0.1, 0.95
+"""A learning rate at these parts of its top has fallen to almost nothing, has risen again, or is at its top."""
+
+
 class _Update(CheckRule):
     name = "update"
     sentence = "Steps of the optimizer change a weight by a large part of its norm, or all steps only shrink it."
@@ -202,6 +206,48 @@ class _Uphill(_Update, StreakRule):
         return rows["mean"] < 0, rows["mean"]
 
 
+class _Waving(_Update):
+    """A learning rate that falls to almost nothing and then rises again little by little, as a cosine does."""
+
+    advice = (
+        "a CosineAnnealingLR does so if its T_max is less than the number of calls of its step(), such as a number of "
+        "epochs where step() is called for each batch; nothing is wrong if it is meant to rise again"
+    )
+
+    def set_up(self) -> None:
+        self._rates: dict[int, list[tuple[Integers, Floats]]] = {}
+        """By learning rate on the lowest rank that has it, its steps and values, piece by piece."""
+        self._first: dict[int, int] = {}
+        """By series of a learning rate, its index on the lowest rank."""
+
+    def wants(self, key: SeriesKey) -> bool:
+        return key.is_rate
+
+    def add(self, rows: Rows) -> Iterator[Finding]:
+        for lane in np.unique(rows.lanes).tolist():
+            if self._first.setdefault(int(self.catalog.series_of[lane]), lane) == lane:
+                own = rows.take(rows.lanes == lane)
+                self._rates.setdefault(lane, []).append((own.steps, own["mean"]))
+        return iter(())
+
+    def finish(self) -> Iterator[Finding]:
+        for lane, pieces in self._rates.items():
+            steps, rates = (np.concatenate(some) for some in zip(*pieces, strict=True))
+            top = float(rates.max())
+            is_high = rates >= _RISEN * top
+            turns = np.flatnonzero(is_high | (rates <= _FALLEN * top))
+            rises = turns[1:][is_high[turns[1:]] & ~is_high[turns[:-1]]]
+            rises = rises[rises > np.argmax(is_high)]
+            if not len(rises) or top <= 0:
+                continue
+            # After a restart, the rate is at its top at once.
+            slow = rises[rates[rises] < _AT_ONCE * np.maximum.reduceat(rates, rises)]
+            if len(slow):
+                what = "the learning rate falls to almost nothing and rises again little by little"
+                what += f", {len(slow)} times" * (len(slow) > 1)
+                yield self.finding(lane, int(steps[slow[0]]), what, "", 0.0, 0.0, Severity.NOTE)
+
+
 class _Restless(_Update):
     """A model of which update after update moves all weights together by a large part of their norm."""
 
@@ -238,7 +284,7 @@ class _Restless(_Update):
 
 
 class Update(_Update, PartsRule):
-    parts = (_Large, _Shrinking, _Uphill, _Restless)
+    parts = (_Large, _Shrinking, _Uphill, _Waving, _Restless)
     more_columns = ("absmax", "min", "max", "mean")
 
     def revised(self, one: Finding) -> Finding:
