@@ -324,14 +324,18 @@ class OptimizerHooks:
         return self._counting() is optimizer
 
     def _takes_over(self, optimizer: Optimizer) -> bool:
-        """Whether an optimizer counts the steps of another training, while the one of the training before is alive.
+        """Whether an optimizer counts the steps from now on, while the one that has counted is alive.
 
-        It was made after the first update, and steps for the second time since the optimizer that counts.
+        It was made after the first update, and steps for the second time since the optimizer that counts, as in another
+        training. If it has the parameters of that one, which a schedule may keep alive, its first step is enough.
         """
         reference = self._made_late.get(id(optimizer))
         if reference is None or reference() is not optimizer or self._capture.settings.step_optimizer:
             return False
-        if self._waiting != id(optimizer):
+        counting = None if self._counting is None else self._counting()
+        first = next(parameters_of(optimizer), None)
+        is_successor = counting is not None and first is not None and next(parameters_of(counting), None) is first
+        if self._waiting != id(optimizer) and not is_successor:
             self._waiting = self._waiting or id(optimizer)
             return False
         self._counting = weakref.ref(optimizer)

@@ -15,7 +15,7 @@ from ..errors import ConfigError
 from ..rules import did_you_mean, matches, parse_patterns
 from ..sites import SITES
 from .normal import Normal, Sizes
-from .rows import NUMBERS, Catalog, Flags, Floats, Rows, SeriesKey
+from .rows import RECORDED, Catalog, Flags, Floats, Rows, SeriesKey
 from .rule import CheckRule, ComparisonResult, Finding, Setting, Severity, StreakRule
 from .rules import activations, comparing, curves, data, gradients, losses, no_gradient, parameters, programs, values
 
@@ -193,7 +193,7 @@ def _own_rule(table: Mapping[str, Any], where: str, taken: Collection[str]) -> t
     if not isinstance(name, str) or not name.isidentifier() or name in taken:
         raise ConfigError(f"{where}: [[{_OWN}]] name = {name!r}: expected a word that is no rule's name yet")
     where_rule = f"{where}: rule {name}"
-    statistic = _one_of((*NUMBERS, "numel"), where_rule, "statistic", table.get("statistic"))
+    statistic = _one_of((*RECORDED, "numel"), where_rule, "statistic", table.get("statistic"))
     site = _one_of(SITES, where_rule, "site", table.get("site"))
     limits = [key for key in ("above", "below") if key in table]
     limit = _finite(table[limits[0]]) if len(limits) == 1 and not isinstance(table[limits[0]], str) else None

@@ -104,6 +104,11 @@ def _has_other_input(cause: Finding, one: Finding, _: _Seen) -> bool:
     return is_effect_of_input(cause, one)
 
 
+def _has_no_bound(cause: Finding, one: Finding, first_seen: _Seen) -> bool:
+    """Return whether the cause is a loss that falls without bound, as it gets no logarithms of probabilities."""
+    return "log-probabilities" in cause.what and _is_of_root(cause, one, first_seen)
+
+
 def _has_wrong_sign(cause: Finding, one: Finding, _: _Seen) -> bool:
     """Return whether the cause is a loss of the wrong sign, which is found after much of what follows from it."""
     return WRONG_SIGN in cause.what and cause.root == one.root and _is_of_same_ranks(cause, one)
@@ -115,6 +120,7 @@ _LINKS: tuple[tuple[str, Callable[[Finding, Finding, _Seen], bool], tuple[str, .
     ("initialisation", _is_near, ("saturated", "dead", "dead_units", "vanishing", "exploding", "no_gradient")),
     ("data", _is_later, ("overfitting", "spike", "jump", "loss", "dead", "outlier_rank", "no_gradient", "vanishing")),
     ("loss_argument", _is_of_root, ("loss", "saturated", "vanishing", "dead", "update")),
+    ("loss_argument", _has_no_bound, ("nonfinite",)),
     ("evaluation_mode", _is_later, ("overfitting", "evaluation_output")),
     ("evaluation_output", _is_later, ("overfitting",)),
     ("not_cleared", _is_later, ("spike", "jump", "loss", "update", "exploding")),

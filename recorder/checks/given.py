@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ..sites import LABELS, is_labels
+from ..sites import is_labels
 from ..system.text import number
 from .rows import Flags, Floats, Integers, Rows, SeriesKey, concatenate, grouped
 from .rule import Finding, Severity
@@ -24,7 +24,7 @@ _GREW = 1.5
 _LEAST_BATCHES = 8
 """The number of batches whose range counts as known, and the number of other ones after which data have changed."""
 GUESSED = 0.02
-"""How far the loss of probabilities may be from that of equal ones."""
+"""How far a loss of probabilities may be from that of a model that gives each sample the same ones."""
 _NEAR_STEPS = 2
 """A leap comes at most this many steps after other data, to which a mean of labels or of losses may answer later."""
 
@@ -39,7 +39,7 @@ class Targets:
         """The last rows: at least `_MAX_TARGETS`, and those that are being judged."""
 
     def add(self, rows: Rows) -> None:
-        rows = rows.take(rows.where("targets", lambda key: key.name == LABELS))
+        rows = rows.take(rows.where("targets", lambda key: is_of_batch(key) and holds_labels(key)))
         if not len(rows):
             return
         if (room := _MAX_TARGETS - sum(map(len, self._first))) > 0:
@@ -68,24 +68,34 @@ class Targets:
             return one
         return one._replace(severity=Severity.NOTE, detail="; ".join(filter(None, [told, one.detail])))
 
-    def loss_of_guess(self) -> tuple[float, float, str]:
-        """Return the least and the highest loss of a model that gives each sample the same, and in words what it gives.
+    def loss_of_guess(self, root: str) -> tuple[float, float, str]:
+        """Return bounds of the loss of a model that has learnt nothing of its inputs, and what it gives, in words.
 
-        The loss is the entropy of labels that are 0 or 1. It is the variance of other numbers, for squared differences.
-        It is NaN for classes, which are whole numbers, and where a sample has several labels.
+        The loss is the entropy of labels that are 0 or 1, and the variance of other numbers, for squared differences.
+        The bounds are NaN for classes, which are whole numbers, where a sample has several labels, and for labels
+        between 0 and 1, which may be smoothed.
         """
-        rows = concatenate([*self._first, *self._last]) if self._first else None
-        shapes = [] if rows is None else [about.shape for about in rows.catalog.about]
-        are_single = np.array([shape[:1] == (math.prod(shape),) for shape in shapes], np.bool_)
-        rows = rows and rows.take(are_single[rows.series] & rows.are_float() & np.isfinite(rows["sum"]))
-        if not rows:
-            return math.nan, math.nan, ""
+        nothing = math.nan, math.nan, ""
+        if not self._first:
+            return nothing
+        # The last rows are of whole batches of rows: the same ones must count however rows are cut.
+        rows = concatenate([*self._first, concatenate(self._last).take(slice(-_MAX_TARGETS, None))])
+        shapes = [about.shape for about in rows.catalog.about]
+        are_single = np.array([shape[:1] == (math.prod(shape),) != (0,) for shape in shapes], np.bool_)
+        is_known = np.isfinite(rows["sum"]) & (rows["numel"] > 0) & (rows["nan_count"] + rows["inf_count"] == 0)
+        is_own = np.array([key.root == root for key in rows.catalog.series], np.bool_)
+        rows = rows.take((are_single & is_own)[rows.series] & rows.are_float() & is_known)
+        if not len(rows):
+            return nothing
         num, total, squares = (float(rows[name].sum()) for name in ("numel", "sum", "sum_sq"))
         mean = total / num
-        if (rows["sum"] == rows["sum_sq"]).all() and 0 < mean < 1:
+        if np.allclose(rows["sum"], rows["sum_sq"], rtol=1e-9, atol=0) and 0 < mean < 1:
             entropy = -mean * math.log(mean) - (1 - mean) * math.log(1 - mean)
-            return entropy - GUESSED, entropy + GUESSED, "each sample the same probability"
-        variance = squares / num - mean**2
+            error = min(GUESSED, 0.05 * entropy)
+            return entropy - error, entropy + error, "each sample the same probability"
+        if rows["min"].min() >= 0 and rows["max"].max() <= 1:
+            return nothing
+        variance = squares / num - mean * mean
         return 0.95 * variance, 1.1 * variance, "each sample the mean of the labels"  # what it gives still moves
 
     @staticmethod

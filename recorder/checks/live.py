@@ -59,7 +59,7 @@ _MAX_PROBED = 1024
 """The most steps whose numbers from the probe wait for the writer thread. Older steps are dropped."""
 _MOST_REPLICAS = 4
 """The most models whose parameters are compared over ranks at the end. A status has room for a few."""
-_MOST_DUE, _JUDGE_EVERY_S = 64, 5.0
+_MOST_DUE, _JUDGE_EVERY_S = 64, 2.0
 """Waiting steps are judged as soon as there are this many, or this many seconds after the last judgement."""
 
 _log = logging.getLogger("recorder")

@@ -16,10 +16,10 @@ import numpy.ma  # numpy imports it at the first `unique`: on the writer thread,
 
 from ..records import Measured, ProbedStep, Staged
 from ..sites import OF_MODULES
-from .rows import IS_PROBE, NUMBERS, About, Catalog, Floats, Integers, Memory, ModuleFacts, Rows, SeriesKey
+from .rows import IS_PROBE, RECORDED, About, Catalog, Floats, Integers, Memory, ModuleFacts, Rows, SeriesKey
 
 _HASH = "fingerprint.hash"
-_COLUMNS = ("lane", "numel", "micro_step", _HASH, *NUMBERS)
+_COLUMNS = ("lane", "numel", "micro_step", _HASH, *RECORDED)
 _EXACT = 1 << 53
 """The integers below are exact as a float."""
 _MAX_ROWS, _MAX_STEPS = 300_000, 1024
@@ -31,7 +31,7 @@ _GOLDEN = 0x9E3779B1
 _NONE = np.zeros(0)
 NO_RECORDS: Floats = np.zeros((0, len(_COLUMNS)))
 
-_numbers_of = attrgetter(*NUMBERS)
+_numbers_of = attrgetter(*RECORDED)
 
 
 class SeenStep(NamedTuple):

@@ -144,6 +144,8 @@ class Summary:
     """True if a rule applies to rank 0."""
     finding: str = ""
     """The worst finding of the rules that ran in training, on rank 0 or else on another rank; empty without one."""
+    num_notes: int = 0
+    """The number of notes on rank 0. The last line says it where there is nothing worse."""
     is_judged: bool = True
     """False if there was no time to judge the run as a whole."""
     never_moved: str = ""
@@ -167,6 +169,8 @@ class Summary:
         is_elsewhere = f": {NOT_FINITE} (" in self.finding  # on another rank, and before that of rank 0
         if self.finding:
             clauses.insert(0 if is_elsewhere else len(clauses), self.finding)
+        if self.num_notes and not clauses:
+            clauses.append(counted(self.num_notes, "note"))
         if not self.is_judged:
             clauses.append("not judged as a whole, for lack of time")
         if self.never_moved:

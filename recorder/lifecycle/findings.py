@@ -62,6 +62,8 @@ class LiveFindings:
         """What the rules on the run so far have found."""
         self._at_end: list[Finding] = []
         """All findings after the last step."""
+        self.num_notes = 0
+        """The number of notes after the last step that follow from no other finding."""
         self._told: dict[tuple[str, str], dict[str, Any]] = {}
         """The findings for the rank's status, by rule and module."""
         self._unsaid: list[Finding] = []
@@ -118,6 +120,7 @@ class LiveFindings:
         for rule, found in self._found.items():
             self._found[rule] = [one for one in found if revised(one).severity > Severity.NOTE]
         found = with_causes([*self._all, *(whole or ())], catalog)
+        self.num_notes = sum(one.severity == Severity.NOTE and not one.cause for one in found)
         self._at_end = [one for one in found if one.severity > Severity.NOTE and one.rule != NonFinite.name]
         before, self._told = self._told, {}
         for one in self._at_end:

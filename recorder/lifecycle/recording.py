@@ -195,7 +195,7 @@ class Recording:
         self._ring.saw(records, measured)
 
     def _poll(self) -> dict[str, Any] | None:
-        """Log events. Return the manifest if it has changed. Called on the writer thread, often."""
+        """Log events. Return the manifest if it was made anew. Called on the writer thread, often."""
         manifest, capture = None, self.capture
         try:
             self._events.say()
@@ -325,6 +325,7 @@ class Recording:
             ledger=ledger,
             nonfinite=self.capture.nonfinite.first,
             finding=self._worst_finding(run_dir, min(until_s, time.monotonic() + _WAIT_FOR_RANKS_S)),
+            num_notes=self._ring.findings.num_notes,
             is_judged=self._is_judged,
             written_bytes=stats.written_bytes,
             waited_s=pool.waited_s,

@@ -413,10 +413,10 @@ def padded(step: int, *, is_inverted: bool = False, ignored: int | None = None, 
     ("arguments", "expected"),
     [
         ({"ignored": -100}, None),
-        ({}, (Severity.NOTE, "labels", "the loss counts padding")),
-        ({"is_inverted": True, "ignored": -100}, (Severity.WARNING, "attention_mask", "is inverted")),
-        ({"is_inverted": True}, (Severity.WARNING, "attention_mask", "is inverted")),
-        ({"padding": 9}, (Severity.NOTE, "labels", "the loss counts padding")),
+        ({}, (Severity.NOTE, "labels", "the loss may count padding")),
+        ({"is_inverted": True, "ignored": -100}, (Severity.NOTE, "attention_mask", "is inverted")),
+        ({"is_inverted": True}, (Severity.NOTE, "attention_mask", "is inverted")),
+        ({"padding": 9}, (Severity.NOTE, "labels", "the loss may count padding")),
         ({"padding": 9, "ignored": -100, "is_inverted": True}, None),
     ],
 )
@@ -424,6 +424,35 @@ def test_padding_that_is_not_left_out_is_named(arguments: Any, expected: tuple[S
     found = said(batches(lambda step, rank: padded(step + 99 * rank, **arguments), ranks=2, dtype="int64"), Data)
     assert [(one.severity, one.name) for one in found] == ([expected[:2]] if expected else [])
     assert all(expected and expected[2] in one.what and "padding" in one.detail and one.since == 0 for one in found)
+
+
+@pytest.mark.parametrize(("kind", "severity"), [("GPT2LMHeadModel", Severity.WARNING), ("Net", Severity.NOTE)])
+def test_an_inverted_mask_is_a_warning_where_the_class_tells_what_a_mask_means(kind: str, severity: Severity) -> None:
+    recorded = batches(lambda step, rank: padded(step, is_inverted=True, ignored=-100), dtype="int64")
+    recorded.catalog.modules["model", ""] = ModuleFacts(kind, ("input",))
+    assert [one.severity for one in said(recorded, Data)] == [severity]
+
+
+def test_a_mask_that_is_added_to_scores_is_not_inverted() -> None:
+    def of(step: int, rank: int) -> dict[str, Any]:
+        one = padded(step, ignored=-100)
+        return one | {"attention_mask": np.where(one["attention_mask"], 0.0, -1e4)}
+
+    assert said(batches(of, dtype="int64"), Data) == []
+
+
+@pytest.mark.parametrize(("num_ignored", "is_noted"), [(1, True), (72, False)])
+def test_fewer_ignored_labels_than_padding_are_noted(num_ignored: int, is_noted: bool) -> None:
+    def of(step: int, rank: int) -> dict[str, Any]:
+        one = padded(step)
+        at = np.arange(one["labels"].size).reshape(one["labels"].shape)
+        return {f"batch.{name}": values for name, values in one.items()} | {
+            "batch.labels": np.where(at < num_ignored, -100, one["labels"])
+        }
+
+    assert [one.name for one in said(batches(of, dtype="int64"), Data) if "padding" in one.what] == [
+        "batch.labels"
+    ] * is_noted
 
 
 @pytest.mark.parametrize("make", [lambda one: one["labels"][:, :8], lambda one: one["labels"][:, 0]])
@@ -439,6 +468,6 @@ def test_batches_without_padding_or_that_disagree_say_nothing() -> None:
         return {name: values[:, :4] for name, values in padded(step).items()}
 
     def mixed(step: int, rank: int) -> dict[str, Any]:
-        return padded(step, is_inverted=step != 30, ignored=-100 if step == 20 else None)
+        return padded(step, is_inverted=step != 30, ignored=-100)
 
     assert said(batches(packed, dtype="int64"), Data) == [] == said(batches(mixed, dtype="int64"), Data)

@@ -609,8 +609,20 @@ def test_a_loss_that_falls_and_stays_the_logarithm_of_the_number_of_classes_is_a
         (lambda e: (e > 0.67).astype(float), 0.5623, "each sample the same probability"),
         (lambda e: (e > 0.67).astype(float), 0.1875, ""),
         (lambda e: (3 + 2 * e).reshape(32, 2), 4.1, ""),
+        (lambda e: np.where(e > 0, 0.95, 0.05), 0.2025, ""),
+        (lambda e: (e > 1.5).astype(float), 0.229, ""),
+        (lambda e: 3 + 2 * e[:0], 4.1, ""),
     ],
-    ids=["numbers", "learnt", "of two classes", "learnt classes", "two numbers a sample"],
+    ids=[
+        "numbers",
+        "learnt",
+        "of two classes",
+        "learnt classes",
+        "two numbers a sample",
+        "smoothed",
+        "rare",
+        "empty",
+    ],
 )
 def test_a_loss_that_stays_that_of_one_answer_for_all_samples_is_a_note(
     labels: Any, stays_at: float, words: str

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ...checks.rows import IS_PROBE, NUMBERS, About, Catalog, ModuleFacts, Rows, SeriesKey, grouped
+from ...checks.rows import IS_PROBE, RECORDED, About, Catalog, ModuleFacts, Rows, SeriesKey, grouped
 from ...columns import COUNTS, SCHEMA, parse_shape
 from ...errors import CorruptError, RunError
 from ...numerics.distributions import Histograms, ManyUnits, histograms_of, units_of
@@ -194,7 +194,7 @@ class RecordedColumns:
         self.details = [name for name in SOURCES if name in columns]
         kinds = {name: SCHEMA.field(name).type for name in columns if name in SCHEMA.names}
         more = (name for name, kind in kinds.items() if pa.types.is_integer(kind) or pa.types.is_floating(kind))
-        self.numbers = tuple(dict.fromkeys(("numel", *NUMBERS, *more)))
+        self.numbers = tuple(dict.fromkeys(("numel", *RECORDED, *more)))
         self._wanted = (*_ORDER, *self.numbers, *_TEXTS)
         self.names = list(dict.fromkeys((*self._wanted, *(SOURCES[name] for name in self.details))))
         self.schema = pa.schema(

@@ -21,7 +21,7 @@ _HAS_LEFT_ZERO = "a branch that begins at zero has left zero by then"
 _THREE_RECORDS = Setting("records", 3, "records", CALIBRATED)
 
 _OF_DROPOUT = (
-    "look at what comes before the dropout (a learning rate that is too high kills a ReLU), and at its probability"
+    "look at the probability of the dropout, and at what comes before: a learning rate that is too high kills a ReLU"
 )
 
 

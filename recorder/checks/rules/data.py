@@ -63,7 +63,7 @@ class Data(CheckRule):
         "constant, an input is not normalised, or padding is not left out."
     )
     sites, columns, reads_probe = ("input",), (*_BATCH, "min", "max"), True
-    more_columns = ("fingerprint.hash", "zero_count")
+    more_columns = ("fingerprint.hash",)
     settings = (
         Setting("records", 3, "records", "a missing sampler repeats every batch"),
         Setting("repeats", 20, "records", CALIBRATED),
@@ -104,7 +104,7 @@ class Data(CheckRule):
         """By input and rank, the elements of its first record: a single one, such as a time, is no batch."""
         self._not_normalised: dict[int, Finding] = {}
         """By series, the first finding that an input is not normalised."""
-        self._padding = Padding(self.finding)
+        self._padding = Padding(self.catalog, self.finding)
 
     def wants(self, key: SeriesKey) -> bool:
         """Return whether a series is an input of the complete model in training. A validation may repeat samples."""

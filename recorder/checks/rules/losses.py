@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ...sites import EVALUATION_LOSS, LABELS, UPDATE, is_validation_loss
+from ...sites import EVALUATION_LOSS, UPDATE, is_validation_loss
 from ...system.text import number
-from ..given import GUESSED, OtherData, Targets, is_of_batch
+from ..given import GUESSED, OtherData, Targets, holds_labels, is_of_batch
 from ..normal import Moves
 from ..rows import Floats, Integers, Memory, Rows, SeriesKey
 from ..rule import CALIBRATED, Finding, Setting, Severity
@@ -29,6 +29,8 @@ _STAYS = ", and stays up"
 WRONG_SIGN = "without bound"
 _BOTTOMLESS = f" falls below zero {WRONG_SIGN}"
 _NEGATED = f" falls {WRONG_SIGN}: it is the negative of a loss that is never negative"
+_HARDLY = 1e-3
+"""Below this part of the weights' norm, the lengths of all updates are said to be small. The rule has a lower limit."""
 _CERTAIN = 5
 """The number of standard deviations that a fall must have to be no noise."""
 
@@ -36,7 +38,7 @@ _CERTAIN = 5
 class LossStuck(CurveRule):
     name = "loss"
     sentence = "The loss never falls beyond its noise, rises, leaps and stays up, or has the wrong sign."
-    sites, columns, more_columns = ("scalar",), ("mean",), ("sum",)
+    sites, columns = ("scalar",), ("mean",)
     settings = (
         Setting("records", 10, "records", "smdebug's LossNotDecreasing"),
         Setting("spread", 1e-3, "of the loss", "smdebug's LossNotDecreasing, of a decrease"),
@@ -167,7 +169,7 @@ class LossStuck(CurveRule):
         if self.most < 2 * self._window:
             self.why_not_judged = f"it needs {2 * self._window} records of a loss, and there are fewer"
         for curve, one in self._still.items():
-            yield self.among_rivals(curve, one._replace(detail=self._told_guess(self._middle.of(curve))))
+            yield self.among_rivals(curve, one._replace(detail=self._told_guess(self._middle.of(curve), curve)))
         yield from () if self._still else self._never_fell()  # a fine-tuning may begin at its floor: a note
 
     def _never_fell(self) -> Iterator[Finding]:
@@ -183,39 +185,40 @@ class LossStuck(CurveRule):
             return
         (means, shown, _), curves, moved = found[0], next(iter(losses.values())), self._moves.total
         still, fall = moved < self.thresholds["moved"], float((means[0] - min(means)) / abs(np.mean(means)))
-        what = f"the loss has not fallen beyond its noise, and the weights {'hardly ' * still}move"
+        what = f"the loss has not fallen beyond its noise, and the weights {'hardly ' * (moved < _HARDLY)}move"
         has_fallen = any(has_fallen for _, _, has_fallen in found)
         if has_fallen:
-            is_guessing, began_there = all(map(self._guess, means[1:])), bool(self._guess(means[0]))
-            if len(found) > 1 or not is_guessing or not (began_there or means[0] > means[1]):
+            began_with, *guesses = (self._guess(mean, curves[0]) for mean in means)
+            if len(found) > 1 or not all(guesses) or not (began_with or means[0] > means[1]):
                 return
-            verb = "has hardly left" if began_there else "stays at"  # the first outputs may be sure and wrong
-            still, what = False, f"the loss {verb} that of a model that gives {self._guess(means[-1])}"
+            verb = "has hardly left" if began_with else "stays at"  # the first outputs may be sure and wrong
+            still, what = False, f"the loss {verb} that of a model that gives {guesses[-1]}"
         lane, ranks = self.lanes[curves[0]], tuple(sorted({self.keys[curve].rank for curve in curves} - {-1}))
-        one = self.finding(lane, self.step, what, "fall of the loss", fall, shown, Severity(int(still)))
+        measure = "" if has_fallen else "fall of the loss"
+        one = self.finding(lane, self.step, what, measure, fall, shown, Severity(int(still)))
         detail = f"its quarters are {', '.join(map(number, means))}"
         detail += "" if has_fallen else f"; a fall by {number(100 * shown)} % would show"
         moved_in_words = f"the lengths of all updates add up to {number(moved)} times the norm of the weights"
-        details = filter(None, (detail, "" if has_fallen else self._told_guess(means[-1]), moved_in_words))
+        details = filter(None, (detail, "" if has_fallen else self._told_guess(means[-1], curves[0]), moved_in_words))
         yield self.among_rivals(int(curves[0]), one._replace(ranks=ranks, detail="; ".join(details)))
 
-    def _guess(self, loss: float) -> str:
+    def _guess(self, loss: float, curve: int) -> str:
         """Say what a model gives that has learnt nothing of its inputs and has this loss. Return "" for another loss.
 
         A loss of classes then is the logarithm of their number. The classes are the last dim of the output of a model
         whose loss has whole-numbered labels.
         """
-        about = list(zip(self.catalog.series, self.catalog.about, strict=True))
-        roots = {key.root for key, one in about if key.name == LABELS and "int" in one.dtype}
+        about, own = list(zip(self.catalog.series, self.catalog.about, strict=True)), self.keys[curve].root
+        roots = {key.root for key, one in about if holds_labels(key) and "int" in one.dtype}
         sizes = (
             one.shape[-1:] for key, one in about if (key.site, key.module_path) == ("output", "") and key.root in roots
         )
         num = next((size[0] for size in sizes if size > (1,) and abs(math.log(size[0]) - loss) < GUESSED), 0)
-        low, high, words = self._targets.loss_of_guess()
+        low, high, words = self._targets.loss_of_guess(own)
         return f"each of {num} classes the same probability" if num else words * (low < loss < high)
 
-    def _told_guess(self, loss: float) -> str:
-        return f"a model that gives {guess} has this loss" if (guess := self._guess(loss)) else ""
+    def _told_guess(self, loss: float, curve: int) -> str:
+        return f"a model that gives {guess} has this loss" if (guess := self._guess(loss, curve)) else ""
 
     def _quarters(self, curves: Integers, num: int) -> tuple[list[float], float, bool]:
         """Return the loss in the quarters of the run, which fall shows, and whether it fell, or may have fallen."""

@@ -42,6 +42,7 @@ _ZEROED = "something zeroes the gradients between the backward and the update"
 _NO_LOSS = "the loss does not depend on the model's outputs, because their gradients are zero, too"
 _TERMS = "look at the factors of the loss, such as weights, masks or advantages that are all zero"
 NO_GRADIENT = "never had a gradient"
+_IS_FROZEN, _UNFREEZE = ": its requires_grad is False", "set its requires_grad to True, unless it is frozen on purpose"
 _LATER_HAVE = "though modules that are called after it have"
 _CUT_OFF = "look for a detach, or a reentrant checkpoint of which no input requires a gradient"
 _CLEAR = "call zero_grad before the backward, not between the backward and the step of the optimizer"
@@ -212,10 +213,10 @@ class NoGradient(StreakRule):
             severity, others = self.severity, "the layers around it, alike,"
             if one not in alone:
                 severity, others = Severity.NOTE, "all other layers" if one in last else "a layer before it, alike,"
-            what = f"{NO_GRADIENT}: its requires_grad is False, and that of {others} is True"
+            what = f"{NO_GRADIENT}{_IS_FROZEN}, and that of {others} is True"
             yield Finding(
                 self.name, severity, 0, one[0], one[1], "param", one[2], ranks=(), what=what, measure="",
-                value=0.0, threshold=0.0, advice="set its requires_grad to True, unless it is frozen on purpose",
+                value=0.0, threshold=0.0, advice=_UNFREEZE,
             )  # fmt: skip
         called = {(key.root, key.module_path) for key in keys if key.site == "output"}
         idle = self._idle(having)
@@ -235,7 +236,7 @@ class NoGradient(StreakRule):
                     what += ": its module is never called"
                     is_odd = False
                 elif module is not None and key.name in module.frozen:
-                    what, is_odd = f"{NO_GRADIENT}: its requires_grad is False", False
+                    what, is_odd = NO_GRADIENT + _IS_FROZEN, False
                 elif (
                     not is_odd and not self._moved.of(lane) and (why := idle.get((key.root, key.module_path, key.name)))
                 ):
@@ -243,6 +244,8 @@ class NoGradient(StreakRule):
                 severity = Severity.WARNING if is_odd else Severity.NOTE
                 measure, limit = "records without a gradient", self.thresholds["records"]
                 found = self.finding(lane, 0, what, measure, num, limit, severity)
+                if what.endswith(_IS_FROZEN):
+                    found = found._replace(advice=_UNFREEZE)
                 yield found._replace(advice=_CUT_OFF) if is_cut else found
         for found in self._waiting.finish():
             if found.root in zeroed:

@@ -445,8 +445,9 @@ class Unchanged(StreakRule):
             if share > self.thresholds["rounded"]:
                 what = "most of the model does not change: the updates are smaller than its type can resolve"
                 since = self._streaks.since(largest)
-                yield self.finding(largest, self._stays[largest], what, "share of elements", share,
+                one = self.finding(largest, self._stays[largest], what, "share of elements", share,
                                    self.thresholds["rounded"], Severity.WARNING, since)  # fmt: skip
+                yield one._replace(advice=_OF_NARROW)
 
     def _note_gradients(self, rows: Rows) -> None:
         """Remember which parameters have a gradient. An expert without samples has no gradient, and need not change."""
