@@ -223,6 +223,18 @@ def test_an_optimizer_that_is_made_anew_each_step_keeps_its_name(tmp_path: Path)
     assert {name for name in recording.rows(site="scalar").name if name.startswith("lr.")} == {"lr.SGD.0"}
 
 
+def test_an_optimizer_that_is_made_anew_counts_though_a_schedule_keeps_the_first_one(tmp_path: Path) -> None:
+    with flagged(tmp_path) as recording:
+        model = Tiny()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 100)
+        for i in range(6):
+            train_step(model, optimizer, i)
+            schedule.step()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert sorted(set(recording.rows(site="grad").step)) == [0, 1, 2, 3, 4, 5]
+
+
 def test_a_container_of_optimizers_counts_once(tmp_path: Path) -> None:
     class Both(torch.optim.Optimizer):
         def __init__(self, parts: list[torch.optim.Optimizer]) -> None:
