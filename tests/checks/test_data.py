@@ -267,16 +267,19 @@ def test_a_number_beside_a_batch_of_which_nothing_is_known_is_no_batch_that_repe
     assert said(recorded, Data) == []
 
 
-@pytest.mark.parametrize(("times", "since", "is_told"), [(400.0, 60, True), (100.0, 60, False), (400.0, 20, False)])
-def test_a_batch_that_is_far_larger_than_all_before_is_named(times: float, since: int, is_told: bool) -> None:
+@pytest.mark.parametrize(
+    ("times", "since", "words"),
+    [(400.0, 60, "any batch before, 1"), (100.0, 60, ""), (400.0, 20, "most of the first batches, 2")],
+)
+def test_a_batch_that_is_far_larger_than_all_before_is_named(times: float, since: int, words: str) -> None:
     """Each rank by itself, with its first records and between batches of rows."""
     recorded = batches(
         lambda step, rank: {"x": noise(step, rank) * (times if step == since and rank == 1 else 1 + rank)},
         ranks=3, steps=80, is_probe=True,
     )  # fmt: skip
     found = said(recorded, Data)
-    assert [(one.step, one.ranks, one.severity) for one in found] == [(60, (1,), Severity.WARNING)] * is_told
-    assert all(one.said.startswith("the input is far larger than in any batch before, 1") for one in found)
+    assert [(one.step, one.ranks, one.severity) for one in found] == [(since, (1,), Severity.WARNING)] * bool(words)
+    assert all(one.said.startswith(f"the input is far larger than in {words}") for one in found)
 
 
 @pytest.mark.parametrize("rows_a_batch", [1, 7, 1_000])
@@ -424,6 +427,21 @@ def test_padding_that_is_not_left_out_is_named(arguments: Any, expected: tuple[S
     found = said(batches(lambda step, rank: padded(step + 99 * rank, **arguments), ranks=2, dtype="int64"), Data)
     assert [(one.severity, one.name) for one in found] == ([expected[:2]] if expected else [])
     assert all(expected and expected[2] in one.what and "padding" in one.detail and one.since == 0 for one in found)
+
+
+@pytest.mark.parametrize(
+    ("large", "expected"), [([0], 0), ([5, 20], 5), ([], None), (list(range(0, 40, 2)), None), ([60], 60)]
+)
+def test_a_batch_far_larger_than_most_is_named_at_the_beginning_too(large: list[int], expected: int | None) -> None:
+    """As of a broken sample, which comes again in each epoch."""
+
+    def of(step: int, rank: int) -> dict[str, Any]:
+        return {"x": noise(step, scale=1e3 if step in large else 1.0)}
+
+    found = [one for one in said(batches(of, steps=80), Data) if "far larger" in one.what]
+    assert [(one.step, one.severity) for one in found] == (
+        [] if expected is None else [(expected, Severity.WARNING)]
+    ) and all(one.value > 100 for one in found)
 
 
 @pytest.mark.parametrize(("kind", "severity"), [("GPT2LMHeadModel", Severity.WARNING), ("Net", Severity.NOTE)])

@@ -33,6 +33,9 @@ ONE_BATCH = "the batch is that of rank"
 _BATCH = ("mean", "std", "absmax", "l2")
 """The statistics that two different batches hardly ever have in common."""
 _LARGER = "the input is far larger than in any batch before"
+_LARGER_AT_FIRST = "the input is far larger than in most of the first batches"
+_FEW = 1 / 8
+"""The most of the first batches that may be far larger than most of them. More are another kind of batch."""
 _LOOK_AT_IT = "look at the samples of this batch, and at what scales them"
 _APART = 4_000.0
 """More than the logarithms of two sizes can differ."""
@@ -100,6 +103,8 @@ class Data(CheckRule):
         """By input and rank, the first step at which an element was not zero; NaN if there is none so far."""
         self._most, self._num_sizes = Memory(), Memory(0.0)
         """By first input and rank, the logarithm of the largest root mean square so far, and the number of records."""
+        self._first_sizes: dict[int, list[tuple[int, float]]] = {}
+        """By first input and rank, the step and the logarithm of the root mean square of each of its first records."""
         self._first_numel = Memory()
         """By input and rank, the elements of its first record: a single one, such as a time, is no batch."""
         self._not_normalised: dict[int, Finding] = {}
@@ -136,6 +141,7 @@ class Data(CheckRule):
         yield from self._in_order()
         yield from self._not_normalised.values()
         yield from self._padding.finish()
+        yield from self._large_at_first()
         are_sorted = dict(self._sorted())
         yield from are_sorted.values()
         of_lane = [(self.catalog.key_of(lane).root, rank) for lane, rank in enumerate(self.catalog.rank_of.tolist())]
@@ -289,6 +295,8 @@ class Data(CheckRule):
         most = np.maximum.accumulate(sizes + _APART * groups) - _APART * groups
         before = np.fmax(np.where(is_first, np.nan, np.roll(most, 1)), self._most[lanes])
         num = self._num_sizes[lanes] + np.arange(len(rows)) - np.flatnonzero(is_first)[groups]
+        for at in np.flatnonzero(num < self.thresholds["known"]).tolist():
+            self._first_sizes.setdefault(int(lanes[at]), []).append((int(rows.steps[at]), float(sizes[at])))
         self._num_sizes[lanes[is_last]] = num[is_last] + 1
         self._most[lanes[is_last]] = np.fmax(most, self._most[lanes])[is_last]
         is_far = (num >= self.thresholds["known"]) & (sizes - before > math.log(self.thresholds["leap"]))
@@ -296,6 +304,19 @@ class Data(CheckRule):
             lane, step, times = int(lanes[index]), int(rows.steps[index]), math.exp(sizes[index] - before[index])
             one = self.finding(lane, step, _LARGER, "times the largest", times, self.thresholds["leap"])
             yield one._replace(advice=_LOOK_AT_IT)
+
+    def _large_at_first(self) -> Iterator[Finding]:
+        """Report the first of a few batches at the beginning that are far larger than most of them."""
+        for lane, seen in self._first_sizes.items():
+            steps, sizes = np.array([step for step, _ in seen]), np.array([size for _, size in seen])
+            above = sizes - np.median(sizes)
+            is_far = above > math.log(self.thresholds["leap"])
+            if len(seen) >= self.thresholds["known"] and 0 < is_far.sum() <= _FEW * len(seen):
+                at, limit = int(np.argmax(is_far)), self.thresholds["leap"]
+                one = self.finding(
+                    lane, int(steps[at]), _LARGER_AT_FIRST, "times the median", math.exp(above[at]), limit
+                )
+                yield one._replace(advice=_LOOK_AT_IT)
 
     def _judge_size(self, rows: Rows) -> None:
         """Look for a first argument whose elements are far larger than layers expect, but for norms."""
