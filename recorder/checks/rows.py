@@ -21,18 +21,8 @@ Integers = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 
 RECORDED = (
-    "mean",
-    "std",
-    "min",
-    "max",
-    "absmax",
-    "l2",
-    "sum",
-    "sum_sq",
-    "nan_count",
-    "inf_count",
-    "zero_count",
-)
+    "mean", "std", "min", "max", "absmax", "l2", "sum", "sum_sq", "nan_count", "inf_count", "zero_count",
+)  # fmt: skip
 """The names of the columns of `Rows` that each record with statistics has, besides `numel`."""
 IS_PROBE = "is_probe"
 """The column that is 1 in a row of the probe (one number of a value at every step), and 0 or NaN in other rows."""

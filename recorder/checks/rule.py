@@ -100,7 +100,7 @@ class Finding(NamedTuple):
     @property
     def explained(self) -> str:
         """The fault in words, with the measured number and with details."""
-        detail = f" ({text.shortened(self.detail, MAX_DETAIL)})" if self.detail else ""
+        detail = f" ({text.fewer_clauses(self.detail, MAX_DETAIL)})" if self.detail else ""
         return (self.said + detail).replace(") (", "; ")
 
     @property

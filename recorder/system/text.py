@@ -54,6 +54,14 @@ def shortened(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[:half]}...{text[-half:]}"
 
 
+def fewer_clauses(text: str, most: int) -> str:
+    """Return clauses that are joined by semicolons. Those before the last are left out beyond `most` characters."""
+    clauses = text.split("; ")
+    while len(clauses) > 2 and len("; ".join(clauses)) > most:
+        del clauses[-2]
+    return shortened("; ".join(clauses), most)
+
+
 def one_line(value: object) -> str:
     """Return any object as text on one line without control characters, even if `str` fails for it."""
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from recorder.system.text import counted, listed, named, shortened, steps_in_words
+from recorder.system.text import counted, fewer_clauses, listed, named, shortened, steps_in_words
 
 
 @pytest.mark.parametrize(("number", "text"), [(0, "0 rows"), (1, "1 row"), (2000, "2,000 rows")])
@@ -31,4 +31,9 @@ def test_numbers_are_said_by_their_ends_and_what_lies_between() -> None:
 
 
 def test_a_long_text_keeps_its_ends() -> None:
+    assert [fewer_clauses("one; two; three", most) for most in (15, 14, 8)] == [
+        "one; two; three",
+        "one; three",
+        "one...ree",
+    ]
     assert shortened("abcdefghij", 10) == "abcdefghij" and shortened("abcdefghijk", 10) == "abcd...hijk"

@@ -37,7 +37,7 @@ from ...run.reply import Reply, StateLine, Table
 from ...run.run import Run
 from ...run.step_ranges import Mapper, map_serially
 from ...sites import UPDATE, is_labels
-from ...system.text import counted, grouped, listed, model_in_words, number, shortened, steps_in_words
+from ...system.text import counted, fewer_clauses, grouped, listed, model_in_words, number, shortened, steps_in_words
 from ..doctor.slots import read_rules
 from .reading import RunRows
 from .replicas import NEVER_EQUAL, replicas_of
@@ -571,7 +571,7 @@ def where_of(one: JoinedFindings) -> dict[str, str]:
         "value": f"{worst.site}{names}",
         "step": f"{'since ' * (worst.since is not None)}step {one.first_step}{until}",
         "rank": _ranks(one.ranks).removeprefix(", "),
-        "size": "; ".join(filter(None, [worst.size.strip(" ,:()"), shortened(worst.detail, MAX_DETAIL)])),
+        "size": "; ".join(filter(None, [worst.size.strip(" ,:()"), fewer_clauses(worst.detail, MAX_DETAIL)])),
     }
 
 

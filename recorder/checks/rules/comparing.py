@@ -286,7 +286,7 @@ class _Leaping(_Variance, StreakRule):
 
 class _Apart(_Variance, StreakRule):
     what = "the running variance is not that of the other ranks"
-    measure, limit = "times the median of ranks, or the median over it", "ratio"
+    measure, limit = "times above or below the median of ranks", "ratio"
 
     def judge(self, rows: Rows) -> tuple[Flags, Floats]:
         first_steps = began(rows.lanes, rows.steps.astype(np.float64), self._value)
