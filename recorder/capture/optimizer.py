@@ -327,7 +327,8 @@ class OptimizerHooks:
         """Whether an optimizer counts the steps from now on, while the one that has counted is alive.
 
         It was made after the first update, and steps for the second time since the optimizer that counts, as in another
-        training. If it has the parameters of that one, which a schedule may keep alive, its first step is enough.
+        training. Or it is the second one that is made for the parameters of the optimizer that counts, and that steps
+        since then: a program may make one for each step, and a schedule may keep the first one alive.
         """
         reference = self._made_late.get(id(optimizer))
         if reference is None or reference() is not optimizer or self._capture.settings.step_optimizer:
@@ -335,7 +336,7 @@ class OptimizerHooks:
         counting = None if self._counting is None else self._counting()
         first = next(parameters_of(optimizer), None)
         is_successor = counting is not None and first is not None and next(parameters_of(counting), None) is first
-        if self._waiting != id(optimizer) and not is_successor:
+        if self._waiting != id(optimizer) and not (self._waiting and is_successor):
             self._waiting = self._waiting or id(optimizer)
             return False
         self._counting = weakref.ref(optimizer)

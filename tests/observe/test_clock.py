@@ -232,7 +232,20 @@ def test_an_optimizer_that_is_made_anew_counts_though_a_schedule_keeps_the_first
             train_step(model, optimizer, i)
             schedule.step()
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    assert sorted(set(recording.rows(site="grad").step)) == [0, 1, 2, 3, 4, 5]
+    assert sorted(set(recording.rows(site="grad").step)) == [0, 1, 2, 3, 4], "the second one is known by the third"
+
+
+def test_a_second_optimizer_of_the_same_parameters_that_steps_now_and_then_does_not_count(tmp_path: Path) -> None:
+    with flagged(tmp_path) as recording:
+        model = Tiny()
+        first = torch.optim.SGD(model.parameters(), lr=0.1)
+        train_step(model, first)
+        second = torch.optim.SGD(model.parameters(), lr=0.1)
+        for i in range(1, 9):
+            train_step(model, first, i)
+            if i % 4 == 0:
+                second.step()
+    assert sorted(set(recording.rows(site="param").step)) == list(range(9))
 
 
 def test_a_container_of_optimizers_counts_once(tmp_path: Path) -> None:
