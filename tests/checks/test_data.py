@@ -417,8 +417,8 @@ def padded(step: int, *, is_inverted: bool = False, ignored: int | None = None, 
     [
         ({"ignored": -100}, None),
         ({}, (Severity.NOTE, "labels", "the loss may count padding")),
-        ({"is_inverted": True, "ignored": -100}, (Severity.NOTE, "attention_mask", "is inverted")),
-        ({"is_inverted": True}, (Severity.NOTE, "attention_mask", "is inverted")),
+        ({"is_inverted": True, "ignored": -100}, (Severity.NOTE, "attention_mask", "is 0 where a token")),
+        ({"is_inverted": True}, (Severity.NOTE, "attention_mask", "is 0 where a token")),
         ({"padding": 9}, (Severity.NOTE, "labels", "the loss may count padding")),
         ({"padding": 9, "ignored": -100, "is_inverted": True}, None),
     ],
@@ -448,7 +448,8 @@ def test_a_batch_far_larger_than_most_is_named_at_the_beginning_too(large: list[
 def test_an_inverted_mask_is_a_warning_where_the_class_tells_what_a_mask_means(kind: str, severity: Severity) -> None:
     recorded = batches(lambda step, rank: padded(step, is_inverted=True, ignored=-100), dtype="int64")
     recorded.catalog.modules["model", ""] = ModuleFacts(kind, ("input",))
-    assert [one.severity for one in said(recorded, Data)] == [severity]
+    (one,) = said(recorded, Data)
+    assert (one.severity, "inverted" in one.what) == (severity, severity > Severity.NOTE)
 
 
 def test_a_mask_that_is_added_to_scores_is_not_inverted() -> None:

@@ -19,7 +19,8 @@ from ..rule import Finding, Severity
 _MASK, _TOKENS, _LABELS = _NAMES = "attention_mask", "input_ids", "labels"
 _ENOUGH = 3
 """The number of records that must agree, while no record contradicts them."""
-_INVERTED = "the mask is inverted: it is 0 where a token stands, and 1 where padding stands"
+_INVERTED = "the mask is 0 where a token stands, and 1 where padding stands"
+_IS_INVERTED = "the mask is inverted: it is"
 _INVERT = "give the mask 1 for each token, and 0 for padding"
 _OTHER_MEANING = "; nothing is wrong if the model takes 1 for padding, as nn.MultiheadAttention does"
 _COUNTED = f"the attention mask leaves out more places than labels are {IGNORED}, so that the loss may count padding"
@@ -115,10 +116,11 @@ class Padding:
             if one := self._found(root, _INVERTED, _MASK):
                 module = self._catalog.modules.get((root, ""))
                 is_sure = module is not None and _OF_LIBRARY.search(module.class_name)
-                yield one._replace(
-                    severity=Severity.WARNING if is_sure else Severity.NOTE,
-                    advice=_INVERT + ("" if is_sure else _OTHER_MEANING),
-                )
+                if is_sure:
+                    what = one.what.replace("the mask is", _IS_INVERTED)
+                    yield one._replace(severity=Severity.WARNING, what=what, advice=_INVERT)
+                else:
+                    yield one._replace(severity=Severity.NOTE, advice=_INVERT + _OTHER_MEANING)
             elif one := self._found(root, _COUNTED, _LABELS):
                 yield one._replace(severity=Severity.NOTE, advice=_IGNORE)
 
