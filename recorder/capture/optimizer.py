@@ -333,12 +333,14 @@ class OptimizerHooks:
         reference = self._made_late.get(id(optimizer))
         if reference is None or reference() is not optimizer or self._capture.settings.step_optimizer:
             return False
-        counting = None if self._counting is None else self._counting()
-        first = next(parameters_of(optimizer), None)
-        is_successor = counting is not None and first is not None and next(parameters_of(counting), None) is first
-        if self._waiting != id(optimizer) and not (self._waiting and is_successor):
-            self._waiting = self._waiting or id(optimizer)
+        if self._waiting is None:
+            self._waiting = id(optimizer)
             return False
+        if self._waiting != id(optimizer):
+            counting = None if self._counting is None else self._counting()
+            first = None if counting is None else next(parameters_of(counting), None)
+            if first is None or next(parameters_of(optimizer), None) is not first:
+                return False
         self._counting = weakref.ref(optimizer)
         return True
 

@@ -205,9 +205,10 @@ class NoGradient(StreakRule):
         zeroed = {root for root, path, name in having if "bias" in name and self._sum_of(root, path, 0.0) > _NO_SUM}
         frozen = {(*of, name) for of, facts in self.catalog.modules.items() for name in facts.frozen}
         params = frozen | {(key.root, key.module_path, key.name) for key in keys if key.site == "param"}
-        alone = frozen & _alone(params, having)
+        layers = _like_layers(params)
+        alone = frozen & _alone(layers, having)
         last = _last([*self.catalog.modules], frozen, having)
-        behind = (frozen & _behind(params, having)) - alone - last
+        behind = (frozen & _behind(layers, having)) - alone - last
         having |= alone | last | behind
         for one in sorted(alone | last | behind):
             severity, others = self.severity, "the layers around it, alike,"
@@ -282,35 +283,36 @@ class NoGradient(StreakRule):
         return found | dict.fromkeys(cut, _LATER_HAVE)
 
 
-def _alone(params: Set[_Param], having: Set[_Param]) -> set[_Param]:
+def _alone(layers: list[list[_Param]], having: Set[_Param]) -> set[_Param]:
     """Return parameters without a gradient, if three or more like layers have one, and the layer is not first or last.
 
     If layers are frozen on purpose, they are the first ones, or all but the last one.
     """
     alone: set[_Param] = set()
-    for alike in _like_layers(params):
+    for alike in layers:
         lacking = [one for one in alike if one not in having]
         if len(alike) > 3 and len(lacking) == 1:
             alone.update(one for one in lacking if one in alike[1:-1])
     return alone
 
 
-def _behind(params: Set[_Param], having: Set[_Param]) -> set[_Param]:
+def _behind(layers: list[list[_Param]], having: Set[_Param]) -> set[_Param]:
     """Return parameters without a gradient, if a like layer before has one. Layers frozen on purpose are the first."""
     behind: set[_Param] = set()
-    for alike in _like_layers(params):
+    for alike in layers:
         first = next((at for at, one in enumerate(alike) if one in having), len(alike))
         behind.update(one for one in alike[first:] if one not in having)
     return behind
 
 
-def _like_layers(params: Set[_Param]) -> Iterator[list[_Param]]:
-    """Yield the parameters of layers that are alike, in the order of the layers."""
+def _like_layers(params: Set[_Param]) -> list[list[_Param]]:
+    """Return the parameters of layers that are alike, in the order of the layers."""
     kinds: dict[_Param, list[_Param]] = {}
     for root, path, name in params:
         kinds.setdefault((root, template(path), name), []).append((root, path, name))
     for alike in kinds.values():
-        yield sorted(alike, key=lambda one: [int(part) for part in one[1].split(".") if part.isdecimal()])
+        alike.sort(key=lambda one: [int(part) for part in one[1].split(".") if part.isdecimal()])
+    return list(kinds.values())
 
 
 def _last(modules: list[tuple[str, str]], frozen: Set[_Param], having: Set[_Param]) -> set[_Param]:

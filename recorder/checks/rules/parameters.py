@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from operator import attrgetter
 
 import numpy as np
@@ -206,6 +207,38 @@ class _Uphill(_Update, StreakRule):
         return rows["mean"] < 0, rows["mean"]
 
 
+@dataclass(eq=False, slots=True)
+class _Wave:
+    """The course of a learning rate."""
+
+    top: float = 0.0
+    has_fallen: bool = False
+    at: int | None = None
+    """The step at which the rate has risen again, while it has not fallen again."""
+    risen: float = 0.0
+    """The rate at this step."""
+    highest: float = 0.0
+    """The highest rate since this step."""
+    num: int = 0
+    """The number of rises that were slow."""
+    first: int = 0
+    """The step of the first one of these."""
+
+    def add(self, step: int, rate: float) -> None:
+        self.top, self.highest = max(self.top, rate), max(self.highest, rate)
+        if rate <= _FALLEN * self.top and self.top > 0:
+            self.end_rise()
+            self.has_fallen = True
+        elif self.has_fallen and rate >= _RISEN * self.top:
+            self.has_fallen, self.at, self.risen, self.highest = False, step, rate, rate
+
+    def end_rise(self) -> None:
+        """Note the rise that is over, unless the rate was at its top at once, as after a restart."""
+        if self.at is not None and self.risen < _AT_ONCE * self.highest:
+            self.num, self.first = self.num + 1, self.first if self.num else self.at
+        self.at = None
+
+
 class _Waving(_Update):
     """A learning rate that falls to almost nothing and then rises again little by little, as a cosine does."""
 
@@ -215,8 +248,8 @@ class _Waving(_Update):
     )
 
     def set_up(self) -> None:
-        self._rates: dict[int, list[tuple[Integers, Floats]]] = {}
-        """By learning rate on the lowest rank that has it, its steps and values, piece by piece."""
+        self._waves: dict[int, _Wave] = {}
+        """By learning rate on the lowest rank that has it."""
         self._first: dict[int, int] = {}
         """By series of a learning rate, its index on the lowest rank."""
 
@@ -226,26 +259,18 @@ class _Waving(_Update):
     def add(self, rows: Rows) -> Iterator[Finding]:
         for lane in np.unique(rows.lanes).tolist():
             if self._first.setdefault(int(self.catalog.series_of[lane]), lane) == lane:
-                own = rows.take(rows.lanes == lane)
-                self._rates.setdefault(lane, []).append((own.steps, own["mean"]))
+                own, wave = rows.take(rows.lanes == lane), self._waves.setdefault(lane, _Wave())
+                for step, rate in zip(own.steps.tolist(), own["mean"].tolist(), strict=True):
+                    wave.add(step, rate)
         return iter(())
 
     def finish(self) -> Iterator[Finding]:
-        for lane, pieces in self._rates.items():
-            steps, rates = (np.concatenate(some) for some in zip(*pieces, strict=True))
-            top = float(rates.max())
-            is_high = rates >= _RISEN * top
-            turns = np.flatnonzero(is_high | (rates <= _FALLEN * top))
-            rises = turns[1:][is_high[turns[1:]] & ~is_high[turns[:-1]]]
-            rises = rises[rises > np.argmax(is_high)]
-            if not len(rises) or top <= 0:
-                continue
-            # After a restart, the rate is at its top at once.
-            slow = rises[rates[rises] < _AT_ONCE * np.maximum.reduceat(rates, rises)]
-            if len(slow):
+        for lane, wave in self._waves.items():
+            wave.end_rise()
+            if wave.num:
                 what = "the learning rate falls to almost nothing and rises again little by little"
-                what += f", {len(slow)} times" * (len(slow) > 1)
-                yield self.finding(lane, int(steps[slow[0]]), what, "", 0.0, 0.0, Severity.NOTE)
+                what += f", {wave.num} times" * (wave.num > 1)
+                yield self.finding(lane, wave.first, what, "", 0.0, 0.0, Severity.NOTE)
 
 
 class _Restless(_Update):
