@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -303,8 +303,9 @@ class LossFinder:
         """By the names of the first nodes of a graph, in how many such graphs, one after the other, were no labels."""
         self._looks: dict[tuple[str, tuple[str, ...]], int] = {}
         """By root and names of first nodes, how many graphs were searched for arguments that a loss does not expect."""
-        self._shifts: list[tuple[Root, int, torch.Tensor, torch.cuda.Event | None]] = []
-        """Of the first labels: the root, the step, how far they are shifted, and the event after which it is known."""
+        self._shifts: list[tuple[Root, str, int, torch.Tensor, torch.cuda.Event | None]] = []
+        """Of the first labels: the root, an argument with tokens, the step, how far the labels are shifted against the
+        tokens, and the event after which it is known."""
         self.look_at_rules()
 
     def look_at_rules(self) -> None:
@@ -408,12 +409,18 @@ class LossFinder:
             self._note_shift()
 
     def _note_shift(self) -> None:
-        """Note that labels are not the next tokens, if all of the first steps' are shifted alike."""
-        if all(event is None or event.query() for *_, event in self._shifts):
-            shifts, steps = {int(one) for *_, one, _ in self._shifts}, [step for _, step, _, _ in self._shifts]
-            if shifts <= _WRONG_SHIFTS and len(shifts) == 1 and len(set(steps)) == SHIFT_STEPS:
-                self._shifts[0][0].inventory.note_loss_argument(f"Shift of {shifts.pop()}", steps[0])
-            self._shifts.clear()
+        """Note that labels are not the next tokens of an argument, if all of the first steps' are shifted alike."""
+        if not all(event is None or event.query() for *_, event in self._shifts):
+            return
+        seen: defaultdict[tuple[Root, str], dict[int, int]] = defaultdict(dict)
+        for root, name, step, shift, _ in self._shifts:
+            seen[root, name][step] = int(shift)
+        for (root, name), of_steps in seen.items():
+            shifts = set(of_steps.values())
+            if shifts <= _WRONG_SHIFTS and len(shifts) == 1 and len(of_steps) == SHIFT_STEPS:
+                root.inventory.note_loss_argument(f"Shift of {shifts.pop()} of {name}", min(of_steps))
+                break
+        self._shifts.clear()
 
     def _look_at_arguments(self, node: Any) -> None:
         """Note an argument that a loss does not expect, for the model that has made it."""
@@ -453,9 +460,9 @@ class LossFinder:
                 self._misses.pop(kind, None)
                 hooked.record_labels(labels, slice_, keep)
                 if self._capture.clock.step < SHIFT_STEPS and not slice_.moment.micro_step and not has_more:
-                    shift = _shift_of(labels, hooked.tokens)
-                    if shift is not None:
-                        self._shifts.append((root, self._capture.clock.step, *_on_host(shift)))
+                    for name, tokens in hooked.tokens.items():
+                        if (shift := _shift_of(labels, tokens)) is not None:
+                            self._shifts.append((root, name, self._capture.clock.step, *_on_host(shift)))
 
     def close(self) -> None:
         """Remove the wrappers. If the program has wrapped one of our wrappers, the program's wrapper keeps working."""
@@ -492,14 +499,14 @@ def _local_loss(value: Any) -> torch.Tensor | None:
     return None if chunk is not None and 'Partial"' in chunk.placements else local
 
 
-def _shift_of(labels: torch.Tensor, tokens: torch.Tensor | None) -> torch.Tensor | None:
+def _shift_of(labels: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor | None:
     """Return how many places after each token its label stands in the same row of tokens, from 0 to `_MOST_SHIFT`.
 
     That is -1 if none of these holds for each label, or more than one does. Labels below zero are ignored. Return None
     for what is no batch of tokens. Nothing here waits for a device.
     """
-    are_whole = all(type(one) is torch.Tensor and one.dtype in (torch.int64, torch.int32) for one in (tokens, labels))
-    if tokens is None or tokens.dim() != 2 or not are_whole or not (tokens.is_cpu or tokens.is_cuda):
+    are_whole = type(labels) is torch.Tensor and labels.dtype in (torch.int64, torch.int32)
+    if not are_whole or not (tokens.is_cpu or tokens.is_cuda):
         return None
     num_rows, length = tokens.shape
     num_labels = labels.numel() // max(num_rows, 1)

@@ -17,7 +17,7 @@ from .rules.curves import RISEN
 from .rules.data import ALL_IGNORED, Data
 from .rules.losses import WRONG_SIGN
 from .rules.no_gradient import NO_GRADIENT
-from .rules.programs import LossArgument
+from .rules.programs import PROGRAM_RULES, LossArgument
 from .rules.values import SKIPS
 
 _MAX_CAUSES = 100
@@ -154,6 +154,7 @@ _LINKS: tuple[tuple[str, Callable[[Finding, Finding, _Seen], bool], tuple[str, .
     ("no_gradient", _is_later, ("loss",)),
 )  # fmt: skip
 """A cause's rule, whether a finding lies where consequences do, and their rules. Causes are searched in this order."""
+_OF_PROGRAM = {rule.name for rule in PROGRAM_RULES}
 _RULES = list(dict.fromkeys(rule for rule, is_linked, _ in _LINKS if is_linked is not _is_by_rate))
 """The rules whose findings can be causes, in the order of causes. A risen learning rate does not count here."""
 
@@ -197,9 +198,16 @@ def with_causes(findings: Sequence[Finding], catalog: Catalog) -> list[Finding]:
         )
         for one in findings
     ]
-    return sorted(
-        raised, key=lambda one: (-one.severity, one.step, bool(one.cause), order_of(one.step, one.site, one.rule))
-    )
+    return sorted(raised, key=_order)
+
+
+def _order(one: Finding) -> tuple[object, ...]:
+    """Return the key that sorts findings: the most severe first, then what the program does, then by step.
+
+    What the program does may be seen some steps after it has begun, and after the first numbers that follow from it.
+    """
+    is_of_numbers = bool(one.cause) or one.rule not in _OF_PROGRAM
+    return -one.severity, is_of_numbers, one.step, bool(one.cause), order_of(one.step, one.site, one.rule)
 
 
 def _root_of(one: Finding, cause_of: dict[int, Finding]) -> Finding:

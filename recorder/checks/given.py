@@ -68,6 +68,22 @@ class Targets:
             return one
         return one._replace(severity=Severity.NOTE, detail="; ".join(filter(None, [told, one.detail])))
 
+    def num_candidates(self, root: str) -> int:
+        """Return the number n of samples if the labels of a model are always 0 to n - 1, as in a contrastive loss.
+
+        Return 0 for other labels. Whole numbers with these sums, range and squares are the numbers from 0 to n - 1.
+        """
+        rows = concatenate(self._first) if self._first else None
+        if rows is None:
+            return 0
+        is_own = np.array([key.root == root for key in rows.catalog.series], np.bool_)
+        rows = rows.take(is_own[rows.series])
+        num = rows["max"] + 1
+        is_pair = (rows["min"] == 0) & (rows["numel"] == num) & ~rows.are_float()
+        is_pair &= (rows["sum"] == num * (num - 1) / 2) & (rows["sum_sq"] == num * (num - 1) * (2 * num - 1) / 6)
+        sizes = {int(one) for one in num[is_pair]}
+        return sizes.pop() if is_pair.all() and len(sizes) == 1 else 0
+
     def loss_of_guess(self, root: str) -> tuple[float, float, str]:
         """Return bounds of the loss of a model that has learnt nothing of its inputs, and what it gives, in words.
 

@@ -108,8 +108,8 @@ class RecordedModule:
     loss_argument: str = ""
     """Of the first module: the function of the loss that got an argument which it does not expect, and the function
     that made the argument, by autograd's names: ``LogSoftmax of Softmax``. ``Neg of NllLoss`` is a negated loss.
-    ``Shift of 2`` says that each label is the token two places after that of the input at its place, and ``Shift of 0``
-    that it is this token."""
+    ``Shift of 2 of tokens`` says that each label is the token two places after that of the input `tokens` at its
+    place, and ``Shift of 0 of tokens`` that it is this token. Earlier versions do not name the input."""
     loss_argument_since: int | None = None
     """The step at which this argument was seen first."""
     has_many_labels: bool = False

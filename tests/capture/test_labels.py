@@ -314,7 +314,12 @@ def _padded(tokens: Tensor, shift: int) -> Tensor:
 
 
 def predict(
-    model: nn.Module, folder: Path, labels_of: Callable[[Tensor, int], Tensor], shape: tuple[int, int] = (4, 12)
+    model: nn.Module,
+    folder: Path,
+    labels_of: Callable[[Tensor, int], Tensor],
+    shape: tuple[int, int] = (4, 12),
+    *,
+    more_given: Callable[[Tensor], tuple[Tensor, ...]] = lambda labels: (),
 ) -> list[tuple[str, Severity]]:
     """Five steps on tokens; what is said of the loss's arguments."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -323,7 +328,8 @@ def predict(
             tokens = torch.randint(0, 50, shape)
             labels = labels_of(tokens, step)
             given = tokens.clone()
-            logits = model(given)[:, : labels.shape[1]] if labels.dim() > 1 else model(given)[:, 0]
+            logits = model(given, *more_given(labels))
+            logits = logits[:, : labels.shape[1]] if labels.dim() > 1 else logits[:, 0]
             del given  # as Hugging Face's Trainer does
             F.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)).backward()
             optimizer.step()
@@ -357,14 +363,38 @@ def test_how_far_labels_are_from_the_tokens_of_the_input(tmp_path: Path, labels_
 
 
 SAID: dict[int | None, list[tuple[str, Severity]]] = {
-    0: [("the labels of the loss are the tokens of the input, each at its place", Severity.NOTE)],
+    0: [("the labels of the loss are the tokens of the input 'tokens', each at its place", Severity.NOTE)],
     2: [
         (
-            "each label of the loss is the token after the next one of the input: the labels are shifted twice",
+            "each label of the loss is the token after the next one of the input 'tokens': "
+            "the labels are shifted twice",
             Severity.WARNING,
         )
     ],
 }
+
+
+@pytest.mark.parametrize(
+    ("given", "is_said"),
+    [
+        (lambda labels: (labels,), True),
+        (lambda labels: (torch.ones_like(labels), labels.clone()), True),
+        (lambda labels: (F.pad(labels[:, :-1], (1, 0), value=1),), False),  # as a decoder should get them
+        (lambda labels: (torch.arange(12).repeat(4, 1), torch.ones_like(labels)), False),
+        (lambda labels: (labels.float(),), False),
+    ],
+    ids=["equal", "third", "shifted", "positions", "numbers"],
+)
+def test_the_input_of_a_decoder_that_is_the_labels_is_a_note(tmp_path: Path, given: Any, is_said: bool) -> None:
+    class Decoder(Tokens):
+        def forward(self, tokens: Tensor, first: Tensor, second: Tensor | None = None) -> Tensor:
+            return super().forward(tokens) + super().forward((first if second is None else second).long())
+
+    torch.manual_seed(0)
+    found = predict(Decoder(), tmp_path, lambda tokens, step: tokens.flip(1), more_given=given)
+    name = "second" if len(given(torch.zeros(4, 12))) > 1 else "first"
+    words = f"the labels of the loss are the tokens of the input '{name}', each at its place"
+    assert found == [(words, Severity.NOTE)] * is_said
 
 
 def test_labels_that_are_shifted_by_chance_or_in_turns_are_not_named(tmp_path: Path) -> None:

@@ -371,6 +371,18 @@ def test_a_first_argument_that_is_not_normalised_is_a_note(values: Any, is_said:
     assert said(batches(make, dtype="uint8"), Data) == [], "whole numbers are converted, and may be scaled then"
 
 
+def test_a_tiny_first_argument_is_a_note() -> None:
+    def make(step: int, rank: int) -> Any:
+        return {"x": noise(step) * size}
+
+    size = 1e-3
+    (one,) = said(batches(make), Data)
+    assert one.severity.word == "note" and one.what.startswith("the input is not normalised; its mean is ")
+    assert (one.measure, one.threshold) == ("largest magnitude", 0.01) and 2e-3 < one.value < 6e-3
+    size = 0.1
+    assert said(batches(make), Data) == []
+
+
 def test_an_input_that_is_not_normalised_on_one_rank_alone_is_a_note_of_this_rank() -> None:
     values = np.arange(8.0) - 3.5
     for is_parallel in (True, False):

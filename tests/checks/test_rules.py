@@ -602,6 +602,22 @@ def test_a_loss_that_falls_and_stays_the_logarithm_of_the_number_of_classes_is_a
 
 
 @pytest.mark.parametrize(
+    ("labels", "is_said"),
+    [(np.arange(64), True), (np.arange(64).repeat(2), False), (np.arange(64) + 64, False), (np.arange(64.0), False)],
+    ids=["pairs", "twice", "second rank", "numbers"],
+)
+def test_a_contrastive_loss_that_stays_the_logarithm_of_the_number_of_samples_is_a_note(
+    labels: Any, is_said: bool
+) -> None:
+    recorded = losses(lambda step: math.log(64) + 0.8**step + float(noise(3, step, shape=(), scale=0.005)), steps=200)
+    for step in range(0, 200, 10):
+        recorded.add(step, "", labels, site="input", name=LABELS, dtype=str(labels.dtype))
+    found = said(with_updates(recorded, 1e-3, 200), LossStuck)
+    words = "stays at that of a model that gives each of 64 samples of the batch the same probability"
+    assert [(one.severity, words in one.what) for one in found] == [(Severity.NOTE, True)] * is_said
+
+
+@pytest.mark.parametrize(
     ("labels", "stays_at", "words"),
     [
         (lambda e: 3 + 2 * e, 4.1, "each sample the mean of the labels"),

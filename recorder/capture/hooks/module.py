@@ -46,6 +46,10 @@ _numbers = itertools.count(1)
 _is_compiling = torch.compiler.is_compiling
 
 
+def _are_tokens(tensor: torch.Tensor) -> bool:
+    return type(tensor) is torch.Tensor and tensor.dim() == 2 and tensor.dtype in (torch.int64, torch.int32)
+
+
 def _first_dims(output: Any) -> tuple[int, int] | None:
     """Return the lengths of the first two of three dims of the first tensor of an output."""
     result = output[0] if isinstance(output, tuple) else None
@@ -135,8 +139,8 @@ class HookedModule:
         the model in training that makes no graph."""
         self._signature: tree.Signature | None = None
         self._given: Callable[[], torch.Tensor | None] = lambda: None
-        self.tokens: torch.Tensor | None = None
-        """The first argument of the root's last call, if the call was at the first steps and it has rows of tokens."""
+        self.tokens: dict[str, torch.Tensor] = {}
+        """By name, the arguments of the root's last call with rows of whole numbers, if it was at the first steps."""
         self._given_before: tuple[Callable[[], torch.Tensor | None], ...] = ()
         self.times_given, self.given_since = 0, 0
         """For how many calls in training, in a row, the first argument has been one of a few tensors, and since which
@@ -285,17 +289,21 @@ class HookedModule:
         if value_mask & KEEP_TOKENS and phase == "forward":
             leaves = list(leaves)
             capture.token_blocks().call_begins(self._leaf("input", "")[0], slice_.moment, leaves)
-        is_first = not self.node_path and slice_.moment.mode == "train" and phase == "forward"
+        if not self.node_path and slice_.moment.mode == "train" and phase == "forward":
+            leaves = list(leaves)
+            self._note_given(leaves, slice_.moment.step)
         for name, tensor in leaves:
-            if is_first:
-                is_first = False
-                self._note_given(tensor, slice_.moment.step)
             self._see("input", name, tensor, entered, value_mask, gradient_mask)
 
-    def _note_given(self, tensor: torch.Tensor, step: int) -> None:
+    def _note_given(self, leaves: list[tuple[str, torch.Tensor]], step: int) -> None:
+        self.tokens = {}
+        if step < SHIFT_STEPS:
+            tokens = {name: tensor for name, tensor in leaves if _are_tokens(tensor) and not is_labels(name)}
+            self.tokens = dict(itertools.islice(tokens.items(), _MOST_GIVEN))
+        if not leaves:
+            return
+        tensor = leaves[0][1]
         self._given = weakref.ref(tensor)
-        is_of_tokens = step < SHIFT_STEPS and type(tensor) is torch.Tensor and tensor.dim() == 2
-        self.tokens = tensor if is_of_tokens and tensor.dtype in (torch.int64, torch.int32) else None
         if any(known() is tensor for known in self._given_before):
             self.times_given += 1
         else:

@@ -214,8 +214,13 @@ class LossStuck(CurveRule):
             one.shape[-1:] for key, one in about if (key.site, key.module_path) == ("output", "") and key.root in roots
         )
         num = next((size[0] for size in sizes if size > (1,) and abs(math.log(size[0]) - loss) < GUESSED), 0)
+        if num:
+            return f"each of {num} classes the same probability"
+        candidates = self._targets.num_candidates(own)
+        if candidates > 1 and abs(math.log(candidates) - loss) < GUESSED:
+            return f"each of {candidates} samples of the batch the same probability"
         low, high, words = self._targets.loss_of_guess(own)
-        return f"each of {num} classes the same probability" if num else words * (low < loss < high)
+        return words * (low < loss < high)
 
     def _told_guess(self, loss: float, curve: int) -> str:
         return f"a model that gives {guess} has this loss" if (guess := self._guess(loss, curve)) else ""

@@ -112,9 +112,9 @@ def _trains_last(modules: Sequence[ModuleFacts]) -> bool:
     return bool(trained) and max(untrained) < min(trained) and len(untrained) >= len(trained)
 
 
-_NOT_SHIFTED = "the labels of the loss are the tokens of the input, each at its place"
+_NOT_SHIFTED = "the labels of the loss are the tokens of the input{}, each at its place"
 _SHIFT = "unless the model is to copy, shift the labels, so that each is the token that follows"
-_SHIFTED_TWICE = "each label of the loss is the token after the next one of the input: the labels are shifted twice"
+_SHIFTED_TWICE = "each label of the loss is the token after the next one of the input{}: the labels are shifted twice"
 _SHIFT_ONCE = "shift the labels once, in the data or in the model: the models of Hugging Face shift them"
 NEGATED = "Neg of "
 """How the function of a loss begins that is the negative of a loss that is never negative."""
@@ -131,7 +131,8 @@ class LossArgument(_ProgramRule):
             if facts.loss_argument and not facts.loss_argument.startswith(NEGATED):
                 function, _, argument = facts.loss_argument.partition(" of ")
                 if function == "Shift":
-                    yield self._of_shift(module, facts.loss_argument_since or 0, is_twice=argument == "2")
+                    places, _, name = argument.partition(" of ")
+                    yield self._of_shift(module, facts.loss_argument_since or 0, name, is_twice=places == "2")
                     continue
                 of_log_probabilities = _OF_LOG_PROBABILITIES.get(function.removesuffix("2D"))
                 expected = "log-probabilities" if of_log_probabilities else "logits"
@@ -145,10 +146,11 @@ class LossArgument(_ProgramRule):
                     one = one._replace(advice=of_log_probabilities)
                 yield one
 
-    def _of_shift(self, module: tuple[str, str], since: int, *, is_twice: bool) -> Finding:
+    def _of_shift(self, module: tuple[str, str], since: int, name: str, *, is_twice: bool) -> Finding:
         """Return a finding on labels that are not the next tokens. An autoencoder's are those of the input: a note."""
         severity = self.severity if is_twice else Severity.NOTE
-        one = self.finding_on(module, since, _SHIFTED_TWICE if is_twice else _NOT_SHIFTED, severity=severity)
+        what = (_SHIFTED_TWICE if is_twice else _NOT_SHIFTED).format(f" '{name}'" * bool(name))
+        one = self.finding_on(module, since, what, severity=severity)
         return one._replace(advice=_SHIFT_ONCE if is_twice else _SHIFT)
 
 
