@@ -264,6 +264,18 @@ def test_the_manifest_says_since_when_a_model_was_given_a_few_tensors_by_turns(
     assert module.given_again == since
 
 
+def test_slices_of_one_tensor_are_one_tensor_if_they_have_the_same_elements(tmp_path: Path) -> None:
+    for name, begin in (("kept", lambda step: 1), ("moving", lambda step: step % 20)):
+        model, whole = net(), torch.randn(24, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with recorder.attach(model, enabled=True, dir=str(tmp_path / name), rules=RULES):
+            for step in range(70):
+                model(whole[begin(step) : begin(step) + 3]).square().mean().backward()
+                optimizer.step()
+        (module, *_) = recorder.open_run(tmp_path / name).writers[0].manifest.roots[0].modules
+        assert module.given_again == (0 if name == "kept" else None)
+
+
 @pytest.mark.parametrize("num_new", [0, 40])
 def test_the_manifest_takes_back_that_a_model_is_given_one_tensor(tmp_path: Path, num_new: int) -> None:
     model, x = net(), torch.randn(3, 4)
@@ -377,7 +389,7 @@ SAID: dict[int | None, list[tuple[str, Severity]]] = {
 @pytest.mark.parametrize(
     ("given", "is_said"),
     [
-        (lambda labels: (labels,), True),
+        (lambda labels: (labels,), True),  # the very tensor that the loss gets
         (lambda labels: (torch.ones_like(labels), labels.clone()), True),
         (lambda labels: (F.pad(labels[:, :-1], (1, 0), value=1),), False),  # as a decoder should get them
         (lambda labels: (torch.arange(12).repeat(4, 1), torch.ones_like(labels)), False),
@@ -387,14 +399,30 @@ SAID: dict[int | None, list[tuple[str, Severity]]] = {
 )
 def test_the_input_of_a_decoder_that_is_the_labels_is_a_note(tmp_path: Path, given: Any, is_said: bool) -> None:
     class Decoder(Tokens):
-        def forward(self, tokens: Tensor, first: Tensor, second: Tensor | None = None) -> Tensor:
-            return super().forward(tokens) + super().forward((first if second is None else second).long())
+        def forward(self, tokens: Tensor, y: Tensor, second: Tensor | None = None) -> Tensor:  # type: ignore[override]
+            return super().forward(tokens) + super().forward((y if second is None else second).long())
 
     torch.manual_seed(0)
     found = predict(Decoder(), tmp_path, lambda tokens, step: tokens.flip(1), more_given=given)
-    name = "second" if len(given(torch.zeros(4, 12))) > 1 else "first"
+    name = "second" if len(given(torch.zeros(4, 12))) > 1 else "y"
     words = f"the labels of the loss are the tokens of the input '{name}', each at its place"
     assert found == [(words, Severity.NOTE)] * is_said
+
+
+def test_labels_of_a_model_that_computes_its_own_loss_are_no_input_of_a_decoder(tmp_path: Path) -> None:
+    class WithLoss(Tokens):
+        def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
+            return F.cross_entropy(super().forward(tokens).flatten(0, 1), labels.flatten())
+
+    torch.manual_seed(0)
+    model = WithLoss()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with recorder.attach(model, enabled=True, dir=tmp_path, rules="site=input,scalar keep=stats"):
+        for _ in range(5):
+            optimizer.zero_grad()
+            model(torch.randint(0, 50, (4, 12)), torch.randint(0, 50, (4, 12))).backward()
+            optimizer.step()
+    assert check(recorder.open_run(tmp_path), ["loss_argument"]).findings == []
 
 
 def test_labels_that_are_shifted_by_chance_or_in_turns_are_not_named(tmp_path: Path) -> None:

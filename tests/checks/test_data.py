@@ -161,6 +161,18 @@ def test_labels_that_stay_from_one_step_on_are_named_by_the_numbers_of_each_step
     ]
 
 
+@pytest.mark.parametrize(("steps", "is_said"), [(15, False), (30, True)])
+def test_labels_of_several_calls_in_a_step_are_counted_by_step(steps: int, is_said: bool) -> None:
+    recorded = Recorded()
+    for step in range(steps):
+        for _ in range(4):
+            recorded.add(step, "", noise(step), site="input", name="x")
+            recorded.add(step, "", np.arange(32) % 5, site="input", name=LABELS, dtype="int64")
+    recorded.add(steps, "", noise(0), site="input", name="x")
+    recorded.add(steps, "", np.arange(32) % 4, site="input", name=LABELS, dtype="int64")
+    assert [one.what for one in said(recorded, Data)] == ["the labels never change"] * is_said
+
+
 def test_rare_classes_are_no_labels_of_one_class() -> None:
     rare = batches(
         lambda step, rank: {"x": noise(step), LABELS: np.r_[np.zeros(31), step > 24 and step % 7 == 0]},

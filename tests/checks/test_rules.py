@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from recorder.checks.causes import with_causes, words_of
+from recorder.checks.rows import ModuleFacts
 from recorder.checks.rule import CheckRule, Finding, Severity
 from recorder.checks.rules import gradients as gradient_rules
 from recorder.checks.rules.activations import Attention, Dead, EvaluationOutput, Saturated
@@ -273,6 +274,19 @@ def test_a_gradient_that_jumps_is_named_with_the_module_that_grew_most() -> None
     recorded = gradients(lambda step, path: 1000.0 if (step, path) == (120, "blocks.3") else 1.0)
     assert subjects(said(recorded, Jump)) == [("blocks.3", 120, (0,))]
     assert subjects(said(recorded, Spike)) == [("blocks.3", 120, (0,))]
+
+
+@pytest.mark.parametrize("unfrozen", [None, 258])
+def test_a_layer_without_a_gradient_that_was_frozen_until_now_is_a_note(unfrozen: int | None) -> None:
+    recorded = Recorded()
+    for step in range(10):
+        for path in ("0", "2", "4"):
+            recorded.add(step, path, noise(step), **OPTIMIZER, site="param")
+        for path in ("2", "4"):
+            recorded.add(step, path, noise(step), **OPTIMIZER, site="grad")
+    recorded.catalog.modules["model", "0"] = ModuleFacts("Linear", ("grad", "param"), unfrozen=unfrozen)
+    severity = Severity.WARNING if unfrozen is None else Severity.NOTE
+    assert [(one.module_path, one.severity) for one in said(recorded, NoGradient)] == [("0", severity)]
 
 
 @pytest.mark.parametrize("since", [100, 0])

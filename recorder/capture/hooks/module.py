@@ -141,7 +141,8 @@ class HookedModule:
         self._given: Callable[[], torch.Tensor | None] = lambda: None
         self.tokens: dict[str, torch.Tensor] = {}
         """By name, the arguments of the root's last call with rows of whole numbers, if it was at the first steps."""
-        self._given_before: tuple[Callable[[], torch.Tensor | None], ...] = ()
+        self._given_before: tuple[tuple[Callable[[], torch.Tensor | None], tuple[int, torch.Size] | None], ...] = ()
+        """The last first arguments that were new: each tensor, or the one that it is a view of and its place there."""
         self.times_given, self.given_since = 0, 0
         """For how many calls in training, in a row, the first argument has been one of a few tensors, and since which
         step."""
@@ -298,17 +299,20 @@ class HookedModule:
     def _note_given(self, leaves: list[tuple[str, torch.Tensor]], step: int) -> None:
         self.tokens = {}
         if step < SHIFT_STEPS:
-            tokens = {name: tensor for name, tensor in leaves if _are_tokens(tensor) and not is_labels(name)}
-            self.tokens = dict(itertools.islice(tokens.items(), _MOST_GIVEN))
+            tokens = ((name, tensor) for name, tensor in leaves if _are_tokens(tensor))
+            self.tokens = dict(itertools.islice(tokens, _MOST_GIVEN))
         if not leaves:
             return
         tensor = leaves[0][1]
         self._given = weakref.ref(tensor)
-        if any(known() is tensor for known in self._given_before):
+        # The slices of one tensor, which a program makes anew for each call, are one tensor if their elements are.
+        base = tensor._base if type(tensor) is torch.Tensor and tensor.layout is torch.strided else None
+        owner, place = (tensor, None) if base is None else (base, (int(tensor.storage_offset()), tensor.shape))
+        if any(known() is owner and at == place for known, at in self._given_before):
             self.times_given += 1
         else:
             self.times_given, self.given_since = 1, step
-            self._given_before = (*self._given_before[1 - _MOST_GIVEN :], self._given)
+            self._given_before = (*self._given_before[1 - _MOST_GIVEN :], (weakref.ref(owner), place))
 
     def keep_of_labels(self, moment: StepPosition) -> int:
         """Return what to keep of the labels of a loss, as bits of KEEP_*."""

@@ -19,7 +19,7 @@ from ...observe.clock import RootClock, Slice
 from ...observe.tree import has_compiled, has_compiled_anything
 from ...records import StepPosition, ValuePlace
 from ...rules import Rule
-from ...sites import GRADIENT_OF, HELD_BY_MODULES, full_name
+from ...sites import GRADIENT_OF, HELD_BY_MODULES, full_name, is_labels
 from ...system.processes import comes_from_signal_handler
 from ...taps import module_taps
 from ...taps.instrument import has_tap, where_of
@@ -505,6 +505,7 @@ class Root:
             for name, tensor in tree.tensor_leaves(output):
                 if type(tensor) is torch.Tensor and not tensor.dim() and tensor.grad_fn is not None:
                     self.capture.returned(self.name, name, tensor.grad_fn)
+                    self._first_returned_loss()
                 if not current.has_gradient and requires_gradient(tensor):
                     with torch._C.DisableTorchFunctionSubclass():
                         handle = tensor.register_hook(GradientSeen(self.clock, current))
@@ -519,6 +520,11 @@ class Root:
             repeat = current.enter("forward", HELD_BY_MODULES)  # above 0 if the program has named the step
             for root in (self, *self._inner_roots):
                 root.record_state(HELD_BY_MODULES, StateTime(current.moment, "forward", repeat))
+
+    def _first_returned_loss(self) -> None:
+        """Forget the arguments that are the labels of a loss which the model computes itself."""
+        if (hooked := self.module_at("")) is not None:
+            hooked.tokens = {name: tensor for name, tensor in hooked.tokens.items() if not is_labels(name)}
 
     @property
     def is_training(self) -> bool:

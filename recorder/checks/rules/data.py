@@ -368,7 +368,9 @@ class Data(CheckRule):
         is_same = sizes == previous(rows.lanes, sizes, self._last)
         self._num_new.sums(rows.lanes, (~is_same).astype(np.float64))
         is_same &= is_mixed | (is_float & is_told & (sizes > 0))
-        self._hold(rows, self._constant_labels, is_same, np.full(len(rows), _SAME_LABELS))
+        ids, firsts = grouped(rows.lanes, rows.steps)  # LBFGS calls a model with one batch many times a step
+        are_same = np.bincount(ids, ~is_same, len(firsts)) == 0
+        self._hold(rows.take(firsts), self._constant_labels, are_same, np.full(len(firsts), _SAME_LABELS))
 
     def _judge_flat(self, rows: Rows) -> None:
         is_label = rows.where("labels", holds_labels)

@@ -43,6 +43,7 @@ _NO_LOSS = "the loss does not depend on the model's outputs, because their gradi
 _TERMS = "look at the factors of the loss, such as weights, masks or advantages that are all zero"
 NO_GRADIENT = "never had a gradient"
 _IS_FROZEN, _UNFREEZE = ": its requires_grad is False", "set its requires_grad to True, unless it is frozen on purpose"
+_WAS_FROZEN = "; its module had parameters whose requires_grad was False"
 _LATER_HAVE = "though modules that are called after it have"
 _CUT_OFF = "look for a detach, or a reentrant checkpoint of which no input requires a gradient"
 _CLEAR = "call zero_grad before the backward, not between the backward and the step of the optimizer"
@@ -238,6 +239,8 @@ class NoGradient(StreakRule):
                     is_odd = False
                 elif module is not None and key.name in module.frozen:
                     what, is_odd = NO_GRADIENT + _IS_FROZEN, False
+                elif module is not None and module.unfrozen is not None:  # perhaps just now
+                    what, is_odd = NO_GRADIENT + _WAS_FROZEN, False
                 elif (
                     not is_odd and not self._moved.of(lane) and (why := idle.get((key.root, key.module_path, key.name)))
                 ):
