@@ -383,16 +383,15 @@ def test_a_first_argument_that_is_not_normalised_is_a_note(values: Any, is_said:
     assert said(batches(make, dtype="uint8"), Data) == [], "whole numbers are converted, and may be scaled then"
 
 
-def test_a_tiny_first_argument_is_a_note() -> None:
-    def make(step: int, rank: int) -> Any:
-        return {"x": noise(step) * size}
-
-    size = 1e-3
-    (one,) = said(batches(make), Data)
-    assert one.severity.word == "note" and one.what.startswith("the input is not normalised; its mean is ")
-    assert (one.measure, one.threshold) == ("largest magnitude", 0.01) and 2e-3 < one.value < 6e-3
-    size = 0.1
-    assert said(batches(make), Data) == []
+@pytest.mark.parametrize(
+    ("mean", "size", "is_said"),
+    [(0, 1e-3, True), (0, 0.1, False), (-1, 1e-3, True), (-1, 0.1, False)],
+    ids=["tiny", "small", "even", "varied"],
+)
+def test_a_first_argument_that_is_tiny_or_hardly_varies_is_a_note(mean: float, size: float, is_said: bool) -> None:
+    found = said(batches(lambda step, rank: {"x": mean + noise(step) * size}), Data)
+    assert [(one.severity.word, one.measure) for one in found] == [("note", "")] * is_said
+    assert all(one.what.startswith("the input is not normalised; its mean is ") for one in found)
 
 
 def test_an_input_that_is_not_normalised_on_one_rank_alone_is_a_note_of_this_rank() -> None:

@@ -72,7 +72,7 @@ class Data(CheckRule):
         Setting("repeats", 20, "records", CALIBRATED),
         Setting("period", 4, "records", "a shorter cycle is no training set"),
         Setting("size", 4.0, "root mean squares", CALIBRATED),
-        Setting("tiny", 0.01, "of the largest magnitude", "a byte that is divided by 255 twice"),
+        Setting("tiny", 0.01, "as the largest magnitude, or of the mean", "a byte that is divided by 255 twice"),
         Setting("leap", 100, "times the largest input before", "a loud batch has up to ten times"),
         Setting("known", 32, "records", "as `least` of `spike`"),
     )
@@ -320,13 +320,12 @@ class Data(CheckRule):
                 yield one._replace(advice=_LOOK_AT_IT)
 
     def _judge_size(self, rows: Rows) -> None:
-        """Look for a first argument whose elements are far larger or smaller than layers expect, but for norms."""
-        rms, limits = rows.rms, (self.thresholds["size"], self.thresholds["tiny"])
+        """Look for a first argument that is far larger, smaller or more even than layers expect, but for norms."""
+        rms, limit, std, least = rows.rms, self.thresholds["size"], rows["std"], self.thresholds["tiny"]
         # Without a wrapper, a later rank may be a later stage of a pipeline.
         is_parallel = rows.where("parallel", lambda key: key.root in self.catalog.parallel_roots)
-        is_tiny = rows["absmax"] < limits[1]
-        is_far = ((rms > limits[0]) | is_tiny) & rows.are_float() & (rows["std"] > 0)
-        is_far &= is_parallel | (rows.ranks <= 0)
+        is_tiny = (rows["absmax"] < least) | (std < least * np.abs(rows["mean"]))
+        is_far = ((rms > limit) | is_tiny) & rows.are_float() & (std > 0) & (is_parallel | (rows.ranks <= 0))
         for index, _, since in self._sizes.reached(rows.lanes, rows.steps, is_far, self.thresholds["records"]):
             lane, step = int(rows.lanes[index]), int(rows.steps[index])
             of_root = (one for one in self.catalog.series if one.root == self.catalog.key_of(lane).root)
@@ -334,9 +333,8 @@ class Data(CheckRule):
             if first is None or "norm" not in self.catalog.class_of(first).lower():
                 mean, std = (number(float(rows[name][index])) for name in ("mean", "std"))
                 what = f"the input is not normalised; its mean is {mean} and its standard deviation {std}"
-                measure, values = ("largest magnitude", rows["absmax"]) if is_tiny[index] else ("root mean square", rms)
-                limit = limits[int(is_tiny[index])]
-                one = self.finding(lane, step, what, measure, values[index], limit, Severity.NOTE, since)
+                of_size = ("", 0.0, 0.0) if is_tiny[index] else ("root mean square", float(rms[index]), limit)
+                one = self.finding(lane, step, what, *of_size, Severity.NOTE, since)
                 one, series = one._replace(advice=_NORMALISE), int(rows.series[index])
                 known = self._not_normalised.get(series, one)
                 self._not_normalised[series] = min(known, one, key=lambda some: (some.first_step, some.ranks))
