@@ -48,25 +48,25 @@ def _first_nodes(loss: Any, is_passed: Callable[[Any], bool] = lambda node: True
             nodes += children_of(node)[: _MAX_NODES - len(nodes)]
 
 
-def labels_below(loss: Any, *, is_first_enough: bool) -> tuple[torch.Tensor | None, bool]:
+def labels_below(loss: Any, *, is_first_enough: bool) -> tuple[torch.Tensor | None, str, bool]:
     """Return the labels that one of the first nodes of a loss has saved for the backward, or None.
 
-    Also return whether another node has saved other labels, unless the first labels are enough. Only whole numbers
-    count, which may be classes.
+    Also return the name of this node's function, and whether another node has saved other labels, unless the first
+    labels are enough. Only whole numbers count, which may be classes.
     """
-    first = None
+    first, function = None, ""
     for node in _first_nodes(loss):
         if (labels := _saved(node, "target")) is None:
             pass
         elif first is None:
             if _compares_samples(node):
-                return None, False
-            first = labels
+                return None, "", False
+            first, function = labels, kind_of(node)
             if is_first_enough:
                 break
         elif not (labels.is_floating_point() or first.is_floating_point()) and labels.data_ptr() != first.data_ptr():
-            return first, True
-    return first, False
+            return first, function, True
+    return first, function, False
 
 
 def wrong_argument(loss: Any) -> tuple[str, Any] | None:

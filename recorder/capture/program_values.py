@@ -449,15 +449,17 @@ class LossFinder:
         if len(self._misses) >= _MAX_KINDS:
             self._misses.clear()
         if self._misses.get(kind, 0) < _MAX_MISSES:
-            labels, has_more = None, False
+            labels, function, has_more = None, "", False
             with suppress(RuntimeError):  # the graph is freed, or the labels have changed: the backward says so
-                labels, has_more = labels_below(node, is_first_enough=self._capture.clock.step >= _EARLY_STEPS)
+                is_late = self._capture.clock.step >= _EARLY_STEPS
+                labels, function, has_more = labels_below(node, is_first_enough=is_late)
             if has_more:
                 root.inventory.note_many_labels()
             if labels is None:
                 self._misses[kind] = self._misses.get(kind, 0) + 1
             else:
                 self._misses.pop(kind, None)
+                root.inventory.note_labels_of(function)
                 hooked.record_labels(labels, slice_, keep)
                 if self._capture.clock.step < SHIFT_STEPS and not slice_.moment.micro_step and not has_more:
                     for name, tokens in hooked.tokens.items():

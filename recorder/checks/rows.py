@@ -108,6 +108,8 @@ class ModuleFacts(NamedTuple):
     """The step at which the module was seen to take a dim as long as the labels, so perhaps the batch, for the time."""
     graphless: bool = False
     """Whether all calls of the module were made with gradients disabled."""
+    labels_of: str = ""
+    """Of the first module: the function of the loss that has the labels, by autograd's name."""
     has_many_labels: bool = False
     """Of the first module: whether a loss was the sum of losses of several labels."""
     has_uneven_calls: bool = False

@@ -112,6 +112,9 @@ class RecordedModule:
     place, and ``Shift of 0 of tokens`` that it is this token. Earlier versions do not name the input."""
     loss_argument_since: int | None = None
     """The step at which this argument was seen first."""
+    labels_of: str = ""
+    """Of the first module: the function of the loss that has the labels, by autograd's name, such as ``NllLoss``. Empty
+    if it is not known, or if several functions have had labels."""
     has_many_labels: bool = False
     """Of the first module: whether a loss was the sum of losses of several whole-numbered labels."""
     has_uneven_calls: bool = False

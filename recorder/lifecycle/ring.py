@@ -175,7 +175,7 @@ class RingWatch:
     def _found(self, finding: Finding) -> None:
         if finding.rule != "nonfinite" and finding.severity > Severity.NOTE:
             self.findings.add(finding)
-            self._on_trouble(f"step {finding.step}, {finding.rule}")
+            self._on_trouble(f"{finding.rule} at step {finding.step}")
         where = " ".join(filter(None, (finding.module_path, finding.site, finding.name)))
         kind = OWN_RULE if any(rule.name == finding.rule for rule in self._own_rules) else finding.rule
         self.ask(kind, f"{finding.rule}: {where}: {finding.what}", step=finding.step)

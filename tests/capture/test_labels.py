@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import subprocess
 import sys
@@ -92,10 +93,27 @@ def test_they_are_found_below_sums_factors_and_scales(tmp_path: Path, loss_of: _
     assert [torch.tensor(values).flatten().tolist() for _, _, values in labels(tmp_path)] == drawn(3)
 
 
-@pytest.mark.parametrize("loss_of", [F.mse_loss, F.binary_cross_entropy_with_logits, F.smooth_l1_loss, F.huber_loss])
-def test_targets_of_other_losses_are_recorded(tmp_path: Path, loss_of: Any) -> None:
+@pytest.mark.parametrize(
+    ("loss_of", "name"),
+    [
+        (F.mse_loss, "MseLoss"),
+        (F.binary_cross_entropy_with_logits, "BinaryCrossEntropyWithLogits"),
+        (F.smooth_l1_loss, "SmoothL1Loss"),
+        (F.huber_loss, "HuberLoss"),
+    ],
+)
+def test_targets_of_other_losses_are_recorded(tmp_path: Path, loss_of: Any, name: str) -> None:
     train(net(), lambda model, x, y: loss_of(model(x)[:, 0], y.float()), tmp_path)
     assert [values for _, _, values in labels(tmp_path)] == drawn(3)
+    (module, *_) = recorder.open_run(tmp_path).writers[0].manifest.roots[0].modules
+    assert module.labels_of == name
+
+
+def test_of_losses_by_turns_it_is_not_said_which_one_has_the_labels(tmp_path: Path) -> None:
+    losses = itertools.cycle([F.mse_loss, F.smooth_l1_loss])
+    train(net(), lambda model, x, y: next(losses)(model(x)[:, 0], y.float()), tmp_path, num_parts=2)
+    (module, *_) = recorder.open_run(tmp_path).writers[0].manifest.roots[0].modules
+    assert module.labels_of == ""
 
 
 @pytest.mark.parametrize("has_many", [False, True])

@@ -394,6 +394,37 @@ def test_a_first_argument_that_is_tiny_or_hardly_varies_is_a_note(mean: float, s
     assert all(one.what.startswith("the input is not normalised; its mean is ") for one in found)
 
 
+@pytest.mark.parametrize(
+    ("mean", "size", "is_said"),
+    [(100, 2.9, True), (5, 1, False), (0.97, 0.01, False)],
+    ids=["far", "near", "of probabilities"],
+)
+def test_labels_far_from_zero_for_their_spread_are_a_note(mean: float, size: float, is_said: bool) -> None:
+    def make(step: int, rank: int) -> Any:
+        return {"x": noise(step), LABELS: mean + noise(step, 1, shape=(32,)).clip(-2, 2) * size}
+
+    found = said(batches(make), Data)
+    assert [(one.name, one.severity.word) for one in found] == [(LABELS, "note")] * is_said
+    assert all(one.what.startswith("the labels are not normalised; their mean is ") for one in found)
+
+
+@pytest.mark.parametrize(
+    ("function", "high", "is_said"),
+    [
+        ("BinaryCrossEntropyWithLogits", 255, True),
+        ("BinaryCrossEntropy", 255, True),
+        ("BinaryCrossEntropyWithLogits", 1.1, False),
+        ("MseLoss", 255, False),
+        ("", 255, False),
+    ],
+)
+def test_labels_of_a_binary_cross_entropy_that_are_no_probabilities(function: str, high: float, is_said: bool) -> None:
+    made = batches(lambda step, rank: {"x": noise(step), LABELS: (noise(step, 1) > 0) * high})
+    made.catalog.modules["model", ""] = ModuleFacts("Net", ("input",), labels_of=function)
+    words = "the labels of a binary cross-entropy are from 0 to 255, and it expects probabilities, 0 to 1"
+    assert [(one.step, one.what, one.severity) for one in said(made, Data)] == [(0, words, Severity.WARNING)] * is_said
+
+
 def test_an_input_that_is_not_normalised_on_one_rank_alone_is_a_note_of_this_rank() -> None:
     values = np.arange(8.0) - 3.5
     for is_parallel in (True, False):

@@ -35,7 +35,7 @@ from .parameter_rows import FsdpParameter
 
 _KEPT = (
     *FACTS, "has_many_labels", "has_uneven_calls", "whole_sets", "disarmed", "foreign_hooks", "unfrozen",
-    "feeds_trained",
+    "feeds_trained", "labels_of",
 )  # fmt: skip
 """The members of a module's entry that stay when the hooks of a model are put on anew."""
 _MOST_SETS = 16
@@ -363,6 +363,13 @@ class Inventory:
         """Note that a loss is the sum of losses of several labels."""
         if self._modules and "has_many_labels" not in self._modules[0]:
             self._add(0, {"has_many_labels": True})
+
+    def note_labels_of(self, function: str) -> None:
+        """Note which function of a loss has the labels. It is empty once two functions have had some."""
+        known = self._modules[0].get("labels_of") if self._modules else ""
+        labels_of = function if known in (None, function) else ""
+        if labels_of != known:
+            self._add(0, {"labels_of": labels_of})
 
     def note_whole_sets(self, numbers: list[int]) -> None:
         """Note the numbers of samples of the data loaders that give all their samples in one batch."""

@@ -47,6 +47,13 @@ _RANKED = "; each stands for one of several candidates, of which the first may b
 _OF_SEVERAL = "; other losses of the same backward have other labels, as that of a domain beside that of a class"
 _AGAIN = "the batch repeats that of 1 record before, again and again"
 _NORMALISE = "subtract the mean of the inputs, and divide by their standard deviation"
+_NORMALISE_LABELS = "subtract the mean of the labels, or begin with it as the bias of the last layer"
+_NO_PROBABILITIES = "the labels of a binary cross-entropy are from {} to {}, and it expects probabilities, 0 to 1"
+_SCALE_LABELS = "scale the labels to 0 and 1, as by dividing a mask by 255"
+_OVERSHOOT = 0.5
+"""How far labels may lie beyond 0 and 1, as of an image that was made larger by a bicubic interpolation."""
+_INPUT_SIZE = "the input is not normalised; its mean is {} and its standard deviation {}"
+_LABELS_SIZE = "the labels are not normalised; their mean is {} and their standard deviation {}"
 _IN_ORDER = "shuffle the training set anew in each epoch; a DistributedSampler does so after its set_epoch(epoch)"
 _MOST = 0.75
 """The least fraction of batches of one class where the samples are sorted by class."""
@@ -63,7 +70,7 @@ class Data(CheckRule):
     name = "data"
     sentence = (
         "Two data-parallel ranks get the same batch, a batch is repeated or is empty, an input or the labels are "
-        "constant, an input is not normalised, or padding is not left out."
+        "constant or not normalised, or padding is not left out."
     )
     sites, columns, reads_probe = ("input",), (*_BATCH, "min", "max"), True
     more_columns = ("fingerprint.hash",)
@@ -73,6 +80,7 @@ class Data(CheckRule):
         Setting("period", 4, "records", "a shorter cycle is no training set"),
         Setting("size", 4.0, "root mean squares", CALIBRATED),
         Setting("tiny", 0.01, "as the largest magnitude, or of the mean", "a byte that is divided by 255 twice"),
+        Setting("spread", 0.05, "of the mean of labels", "a last bias of 20 is far for an Adam of 1e-3"),
         Setting("leap", 100, "times the largest input before", "a loud batch has up to ten times"),
         Setting("known", 32, "records", "as `least` of `spike`"),
     )
@@ -109,7 +117,8 @@ class Data(CheckRule):
         self._first_numel = Memory()
         """By input and rank, the elements of its first record: a single one, such as a time, is no batch."""
         self._not_normalised: dict[int, Finding] = {}
-        """By series, the first finding that an input is not normalised."""
+        """By series, the first finding that an input, or labels, are not normalised."""
+        self._out_of_range = Streaks()
         self._padding = Padding(self.catalog, self.finding)
 
     def wants(self, key: SeriesKey) -> bool:
@@ -132,8 +141,10 @@ class Data(CheckRule):
         firsts = rows.take(are_first_arguments(rows)).by_lane()
         yield from self._emptied(firsts)
         yield from self._leapt(firsts)
-        self._judge_size(firsts.without_probe())
+        self._judge_size(firsts.without_probe(), is_label=False)
+        self._judge_size(rows.take(is_label).without_probe().by_lane(), is_label=True)
         self._padding.add(rows.without_probe())
+        yield from self._beyond_probabilities(rows.take(is_label).without_probe().by_lane())
         self._judge_labels(rows.take(is_label).by_lane())
         self._judge_flat(rows.without_probe().by_lane())
 
@@ -319,23 +330,31 @@ class Data(CheckRule):
                 )
                 yield one._replace(advice=_LOOK_AT_IT)
 
-    def _judge_size(self, rows: Rows) -> None:
-        """Look for a first argument that is far larger, smaller or more even than layers expect, but for norms."""
+    def _judge_size(self, rows: Rows, *, is_label: bool) -> None:
+        """Look for a first argument that is far larger, smaller or more even than layers expect, but for norms.
+
+        Labels are expected to be not far from zero for their spread. A last layer has to learn their mean first.
+        """
         rms, limit, std, least = rows.rms, self.thresholds["size"], rows["std"], self.thresholds["tiny"]
         # Without a wrapper, a later rank may be a later stage of a pipeline.
         is_parallel = rows.where("parallel", lambda key: key.root in self.catalog.parallel_roots)
         is_tiny = (rows["absmax"] < least) | (std < least * np.abs(rows["mean"]))
-        is_far = ((rms > limit) | is_tiny) & rows.are_float() & (std > 0) & (is_parallel | (rows.ranks <= 0))
+        is_far = (rms > limit) | is_tiny
+        if is_label:
+            is_tiny = std < self.thresholds["spread"] * np.abs(rows["mean"])
+            is_far = is_tiny & ((rows["min"] < 0) | (rows["max"] > 1))  # others may be probabilities
+        is_far &= rows.are_float() & (std > 0) & (is_parallel | (rows.ranks <= 0))
         for index, _, since in self._sizes.reached(rows.lanes, rows.steps, is_far, self.thresholds["records"]):
             lane, step = int(rows.lanes[index]), int(rows.steps[index])
             of_root = (one for one in self.catalog.series if one.root == self.catalog.key_of(lane).root)
             first = next((one for one in of_root if one.site == "output" and one.module_path), None)
-            if first is None or "norm" not in self.catalog.class_of(first).lower():
-                mean, std = (number(float(rows[name][index])) for name in ("mean", "std"))
-                what = f"the input is not normalised; its mean is {mean} and its standard deviation {std}"
+            if is_label or first is None or "norm" not in self.catalog.class_of(first).lower():
+                words = _LABELS_SIZE if is_label else _INPUT_SIZE
+                what = words.format(*(number(float(rows[name][index])) for name in ("mean", "std")))
                 of_size = ("", 0.0, 0.0) if is_tiny[index] else ("root mean square", float(rms[index]), limit)
                 one = self.finding(lane, step, what, *of_size, Severity.NOTE, since)
-                one, series = one._replace(advice=_NORMALISE), int(rows.series[index])
+                advice = _NORMALISE_LABELS if is_label else _NORMALISE
+                one, series = one._replace(advice=advice), int(rows.series[index])
                 known = self._not_normalised.get(series, one)
                 self._not_normalised[series] = min(known, one, key=lambda some: (some.first_step, some.ranks))
 
@@ -345,6 +364,21 @@ class Data(CheckRule):
         is_same = sizes == previous(rows.lanes, sizes, self._last_l2)
         for memory, flags in ((self._reordered, is_moved & is_same), (self._unmoved, ~is_moved)):
             memory[rows.lanes[flags]] = rows.steps[flags].astype(np.float64)
+
+    def _beyond_probabilities(self, rows: Rows) -> Iterator[Finding]:
+        """Report labels of a binary cross-entropy that are no probabilities, so that the loss has no lower bound."""
+        is_judged = rows.where("of two classes", self._is_of_two_classes)
+        low, high = rows["min"], rows["max"]
+        is_beyond = is_judged & ((low < -_OVERSHOOT) | (high > 1 + _OVERSHOOT))
+        for index, _, _ in self._out_of_range.reached(rows.lanes, rows.steps, is_beyond, 1):
+            lane, step = int(rows.lanes[index]), int(rows.steps[index])
+            what = _NO_PROBABILITIES.format(number(float(low[index])), number(float(high[index])))
+            yield self.finding(lane, step, what, "", 0.0, 0.0)._replace(advice=_SCALE_LABELS)
+
+    def _is_of_two_classes(self, key: SeriesKey) -> bool:
+        root = self.catalog.modules.get((key.root, ""))
+        is_of_two = root is not None and root.labels_of.startswith("BinaryCrossEntropy")
+        return is_of_two and key.name == sites.LABELS
 
     def _judge_labels(self, rows: Rows) -> None:
         """Look for labels, of several classes, that are those of the record before. The probe has their l2 alone."""
