@@ -1378,6 +1378,30 @@ def test_the_input_of_a_rank_that_is_far_larger_stands_above_the_outputs_that_fo
     assert follow == ([] if has_norm else [("output", "outlier_rank of '' at step 0")])
 
 
+@pytest.mark.parametrize(
+    ("labels", "is_said"),
+    [
+        (lambda draw, rank: draw.integers(0, 5, 32) + 5 * rank, True),
+        (lambda draw, rank: draw.integers(0, 10, 32), False),
+        (lambda draw, rank: np.arange(32) + 32 * rank, False),
+    ],
+    ids=["classes of its own", "all classes", "numbers of samples"],
+)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_with_labels_unlike_each_others_are_a_note(ranks: int, labels: Any, is_said: bool) -> None:
+    recorded = Recorded()
+    recorded.catalog.shared_rates = {("model", "lr.SGD.0")}
+    for step in range(60):
+        for rank in range(ranks):
+            given = labels(np.random.default_rng([step, rank]), int(rank == ranks - 1))
+            recorded.add(step, "", given, site="input", name=LABELS, rank=rank, dtype="int64")
+            recorded.add(step, "up", noise(step, rank), rank=rank)
+    found = said(recorded, OutlierRank)
+    named = (0, 1) if ranks == 2 else (3,)
+    assert [(one.severity, one.ranks, one.name) for one in found] == [(Severity.NOTE, named, LABELS)] * is_said
+    assert all(one.what.startswith("the labels of the ") for one in found)
+
+
 def test_two_ranks_whose_sizes_scatter_as_far_are_not_named() -> None:
     def change(step: int, rank: int, path: str, values: Any) -> Any:
         return values * np.exp(3 * np.random.default_rng([step, rank]).normal()) * (2 if rank else 1)

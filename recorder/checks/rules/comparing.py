@@ -25,6 +25,8 @@ _GRID = 10
 """Inputs may be recorded at one of so many steps, and so be seen later than the outputs that follow from them."""
 _INPUT_RATIO = 1.2
 """The ratio of sizes from which on inputs count as unlike each other. Outputs may be further apart than they are."""
+_ALWAYS = 32
+"""Batches of equal ranks are not so many times in a row larger, or smaller, by this ratio on one of them."""
 _OF_INPUT = "compare how these ranks load and scale their data"
 NEVER_HERE = "it exists in the sound runs, and never in this run"
 OTHER_RATE = "the learning rate is "
@@ -81,8 +83,9 @@ class Replica(ComparedRule):
 
 class OutlierRank(StreakRule):
     name = "outlier_rank"
-    sentence = "One rank's input, activations, local gradients, loss or learning rate are unlike those of its peers."
+    sentence = "One rank's batch, activations, local gradients, loss or learning rate are unlike those of its peers."
     sites, columns = ("input", "output", "grad_output", "grad", "scalar"), ("sum_sq", "numel")
+    more_columns = ("min", "max")
     reads_probe = True
     settings = (
         Setting("z", 8, "robust standard deviations", CALIBRATED),
@@ -98,23 +101,29 @@ class OutlierRank(StreakRule):
         self._most_ranks = self._most_changes = 0
         self._distance, self._total, self._num = Memory(), Memory(0.0), Memory(0.0)
         """By value and rank, for few ranks: the last distance from the peers, the sum and number of its changes."""
-        self._far = Streaks()
+        self._far, self._larger, self._smaller = Streaks(), Streaks(), Streaks()
         self._judged: tuple[Rows, Floats, Floats, Floats, Integers] | None = None
         """The rows that were judged last, by lane and step. For each row: since which step it is far from its peers,
         its size and theirs, and of two ranks the other one."""
         self._rates = Streaks()
+        self._numbered = Memory(0.0)
+        """By series, 1 for labels that number the samples, as those of a contrastive loss over the ranks do."""
         self._odd_inputs: list[Finding] = []
         self._effects: list[Finding] = []
         """The findings on other values, of which an input may be the cause."""
 
     def wants(self, key: SeriesKey) -> bool:
-        is_input = is_of_batch(key) and not holds_labels(key) and key.root in self.catalog.parallel_roots
+        is_input = is_of_batch(key) and key.root in self.catalog.parallel_roots
         return is_input or key.differs_by_batch or (key.root, key.name) in self.catalog.shared_rates
 
     def add(self, rows: Rows) -> Iterator[Finding]:
         is_rate = rows.where("rate", attrgetter("is_rate"))
         yield from self._judge_rates(rows.take(is_rate).by_lane())
-        is_judged = ~is_rate & (rows.ranks >= 0) & (~rows.at("input") | are_first_arguments(rows))
+        is_label = rows.where("labels of a batch", lambda key: is_of_batch(key) and holds_labels(key))
+        are_numbered = is_label & (rows["max"] - rows["min"] + 1 == rows["numel"])
+        self._numbered[rows.series[are_numbered]] = 1.0
+        is_label &= self._numbered[rows.series] == 0
+        is_judged = ~is_rate & (rows.ranks >= 0) & (~rows.at("input") | are_first_arguments(rows) | is_label)
         if is_judged.any():
             for one in super().add(_of_steps(rows.take(is_judged))):
                 if one.site == "input":
@@ -142,13 +151,14 @@ class OutlierRank(StreakRule):
         """Judge by the distance from the median of the peers, in units of the peers' usual distance.
 
         With fewer ranks than `ranks`, the unit is the usual change of the distance from one record to the next. Two
-        ranks are judged by the distance from each other, and both are named.
+        ranks are judged by the distance from each other, and both are named. An input that is larger in each record, or
+        smaller, is unlike those of the peers however much it varies.
         """
         peers = self.catalog.peers_of[rows.lanes]
         ids, firsts = grouped(rows.series, peers, rows.steps)
         num_ranks = num_distinct(ids, rows.ranks, len(firsts))
         self._most_ranks = max(self._most_ranks, int(num_ranks.max(initial=0)))
-        z, is_far = np.zeros(len(rows)), np.zeros(len(rows), np.bool_)
+        z, is_far, is_larger = np.zeros(len(rows)), np.zeros(len(rows), np.bool_), np.zeros(len(rows), np.bool_)
         of_peers, others = np.full(len(rows), np.nan), np.full(len(rows), -1)
         sizes = rows.rms
         (known,) = np.nonzero((num_ranks > 1)[ids] & (np.nan_to_num(sizes) > 0))
@@ -162,10 +172,13 @@ class OutlierRank(StreakRule):
             z[known] = np.abs(distance) / np.maximum(usual, _LEAST_DEVIATION)
             is_input = rows.at("input")[known]
             is_far[known] = np.abs(distance) > np.log(np.where(is_input, _INPUT_RATIO, self.thresholds["ratio"]))
+            is_larger[known] = distance > 0
             of_peers[known] = np.exp(logs - distance)
             others[known] = np.where(num == 2, np.bincount(groups, rows.ranks[known])[groups] - rows.ranks[known], -1)
         self._judged = rows, self._far.lengths(rows.lanes, rows.steps, is_far)[1], sizes, of_peers, others
-        return is_far & (z > self.thresholds["z"]), z
+        sides = (self._larger, is_far & is_larger), (self._smaller, is_far & ~is_larger)
+        longest = np.maximum(*(streaks.lengths(rows.lanes, rows.steps, flags)[0] for streaks, flags in sides))
+        return is_far & ((z > self.thresholds["z"]) | (rows.at("input") & (longest >= _ALWAYS))), z
 
     def _usual_change(self, lanes: Integers, distance: Floats) -> Floats:
         """Return the mean change of the distance from record to record so far; infinite after too few changes."""
@@ -176,10 +189,11 @@ class OutlierRank(StreakRule):
         return np.where(num >= self.records, total / np.maximum(num, 1), np.inf)
 
     def what_of(self, lane: int) -> str:
-        of_input = "the inputs of " * (self.catalog.key_of(lane).site == "input")
+        key = self.catalog.key_of(lane)
+        of_input = ("labels" if holds_labels(key) else "inputs") if key.site == "input" else ""
         if self._most_ranks == 2:
-            return f"{of_input}the two data-parallel ranks are unlike each other"
-        return "the input of the rank is unlike those of its data-parallel peers" if of_input else self.what
+            return f"{f'the {of_input} of ' * bool(of_input)}the two data-parallel ranks are unlike each other"
+        return f"the {of_input} of the rank are unlike those of its data-parallel peers" if of_input else self.what
 
     def finding(
         self, lane: int, step: int, what: str, measure: str, value: float, threshold: float,
