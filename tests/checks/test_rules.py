@@ -270,6 +270,35 @@ def test_a_gradient_of_zeros_explains_why_a_parameter_stays() -> None:
         assert subjects(said(recorded, Unchanged)) == expected
 
 
+@pytest.mark.parametrize(
+    ("part", "rate", "since", "severity"),
+    [
+        (0.02, "lr.AdamW.0", 0, Severity.WARNING),
+        (0.02, "lr.AdamW.0", 90, Severity.WARNING),
+        (0.3, "lr.Adam.0", 0, Severity.NOTE),
+        (0.3, "lr.Adam.0", 90, None),  # it goes on from a checkpoint
+        (0.9, "lr.Adam.0", 0, None),
+        (0.02, "lr.SGD.0", 0, None),
+        (0.02, "lr.Adamax.0", 0, None),
+    ],
+)
+def test_an_adam_whose_updates_are_far_below_its_rate_is_named(
+    part: float, rate: str, since: int, severity: Severity | None
+) -> None:
+    recorded = Recorded()
+    for path in ("up", "down"):
+        recorded.catalog.modules["model", path] = ModuleFacts("Linear", ("param",), rates={"weight": rate})
+    for step in range(since, since + 40):
+        recorded.add(step, "", 1e-3, site="scalar", name=rate)
+        for path, size in (("up", part), ("down", part / 10)):
+            moved = np.full(64, 1e-3 * size * (1 if step == since + 5 else 0.3))
+            recorded.add(step, path, moved, site=UPDATE, name="weight", is_probe=True)
+    found = said(recorded, Update)
+    assert [one.severity for one in found] == [severity] * (severity is not None)
+    words = f"no update of {rate.split('.')[1]} moves a parameter by more than {100 * part:.0f} % of its learning rate"
+    assert all(one.what.startswith(words) for one in found)
+
+
 def test_a_gradient_that_jumps_is_named_with_the_module_that_grew_most() -> None:
     recorded = gradients(lambda step, path: 1000.0 if (step, path) == (120, "blocks.3") else 1.0)
     assert subjects(said(recorded, Jump)) == [("blocks.3", 120, (0,))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -58,6 +59,8 @@ def _tells_skip(key: SeriesKey) -> bool:
     return tells_skip(key.site, key.name)
 
 
+_FRESH = 2
+"""An Adam whose first update is at this step or before it has begun with the run. Its first update has full size."""
 _FALLEN, _RISEN, _AT_ONCE = 0.01, 0.1, 0.95
 """A learning rate at these parts of its top has fallen to almost nothing, has risen again, or is at its top."""
 
@@ -75,6 +78,8 @@ class _Update(CheckRule):
         Setting("shrinking", 10, "updates in a row", "ours"),
         Setting("turnover", 0.08, "of the norm of all weights, in an update", CALIBRATED),
         Setting("lasting", 20, "updates, of which the median counts", CALIBRATED),
+        Setting("starved", 0.1, "of the learning rate of an Adam", "an update by pure noise is 0.23"),
+        Setting("first", 0.5, "of the learning rate of an Adam, from the first update on", "the first update is 1"),
     )  # fmt: skip
     advice = "the learning rate is too high for this weight, warm-up is missing, or something else wrote into it"
 
@@ -308,8 +313,78 @@ class _Restless(_Update):
                 yield one._replace(module_path="", site="param", name="")
 
 
+@dataclass(eq=False, slots=True)
+class _Parts:
+    """The updates of the parameters with one learning rate, on the first rank with some."""
+
+    rank: int
+    lane: int
+    """The index of one of the parameters, on the rank."""
+    since: int
+    num: int = 0
+    most: float = 0.0
+    """The largest root mean square of a parameter's update so far, in parts of the learning rate."""
+
+
+class _Starved(_Update):
+    """An Adam whose updates are far smaller than its learning rate. Its first update moves each element by this rate.
+
+    Adam divides the mean of the gradients by the root of the mean of their squares. In pure noise this is 0.23.
+    """
+
+    advice = (
+        "its eps is as large as the gradients or larger: lower eps, or look at the factors of the loss; weights of 16 "
+        "bits round small updates away"
+    )
+
+    def set_up(self) -> None:
+        self._seen: dict[str, _Parts] = {}
+        """By learning rate."""
+
+    def wants(self, key: SeriesKey) -> bool:
+        return _OF_ADAM(self._rate_of(key)) is not None
+
+    def _rate_of(self, key: SeriesKey) -> str:
+        """Return the name of a learning rate, or of that of an update's parameter."""
+        module = self.catalog.modules.get((key.root, key.module_path))
+        held = module.rates.get(key.name, "") if module is not None and key.site == UPDATE else ""
+        return key.name if key.is_rate else held
+
+    def add(self, rows: Rows) -> Iterator[Finding]:
+        names = [self._rate_of(key) for key in self.catalog.series]
+        numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+        of_series = np.array([numbers[name] for name in names], np.int64)
+        ids, firsts = grouped(of_series[rows.series], rows.ranks, rows.steps)
+        is_rate, sizes = rows.where("rate", attrgetter("is_rate")), np.zeros((2, len(firsts)))
+        np.maximum.at(sizes[0], ids, np.where(is_rate, rows["mean"], 0))
+        np.maximum.at(sizes[1], ids, np.where(is_rate, 0, np.nan_to_num(rows.rms)))
+        for group in np.flatnonzero((sizes > 0).all(axis=0)).tolist():
+            first, part = int(firsts[group]), float(sizes[1, group] / sizes[0, group])
+            name, rank = names[rows.series[first]], int(rows.ranks[first])
+            if name not in self._seen:
+                row = int(np.flatnonzero((ids == group) & ~is_rate)[0])
+                self._seen[name] = _Parts(rank, int(rows.lanes[row]), int(rows.steps[first]))
+            if (seen := self._seen[name]).rank == rank:
+                seen.num, seen.most = seen.num + 1, max(seen.most, part)
+        return iter(())
+
+    def finish(self) -> Iterator[Finding]:
+        for rate, seen in self._seen.items():
+            limit = self.thresholds["starved"] if seen.since > _FRESH else self.thresholds["first"]
+            if seen.num >= self.thresholds["lasting"] and seen.most < limit:
+                what = (
+                    f"no update of {rate.split('.')[1]} moves a parameter by more than {number(100 * seen.most)} % of "
+                )
+                severity = self.severity if seen.most < self.thresholds["starved"] else Severity.NOTE
+                one = self.finding(seen.lane, seen.since, f"{what}its learning rate {rate}", "", 0.0, 0.0, severity)
+                yield one._replace(module_path="", site="param", name="", ranks=())
+
+
+_OF_ADAM = re.compile(r"lr\.N?Adam(W)?\b").match
+
+
 class Update(_Update, PartsRule):
-    parts = (_Large, _Shrinking, _Uphill, _Waving, _Restless)
+    parts = (_Large, _Shrinking, _Uphill, _Waving, _Restless, _Starved)
     more_columns = ("absmax", "min", "max", "mean")
 
     def revised(self, one: Finding) -> Finding:
