@@ -459,7 +459,8 @@ class LossFinder:
                 self._misses[kind] = self._misses.get(kind, 0) + 1
             else:
                 self._misses.pop(kind, None)
-                root.inventory.note_labels_of(function)
+                is_whole = kind_of(node) == function
+                root.inventory.note_labels_of(function if is_whole else f"{kind_of(node)} of {function}")
                 hooked.record_labels(labels, slice_, keep)
                 if self._capture.clock.step < SHIFT_STEPS and not slice_.moment.micro_step and not has_more:
                     for name, tokens in hooked.tokens.items():

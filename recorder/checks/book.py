@@ -17,13 +17,25 @@ from ..sites import SITES
 from .normal import Normal, Sizes
 from .rows import RECORDED, Catalog, Flags, Floats, Rows, SeriesKey
 from .rule import CheckRule, ComparisonResult, Finding, Setting, Severity, StreakRule
-from .rules import activations, comparing, curves, data, gradients, losses, no_gradient, parameters, programs, values
+from .rules import (
+    activations,
+    comparing,
+    curves,
+    data,
+    evaluation,
+    gradients,
+    losses,
+    no_gradient,
+    parameters,
+    programs,
+    values,
+)  # fmt: skip
 
 RULES: tuple[type[CheckRule], ...] = (
     values.NonFinite, values.Skipped, curves.Jump, curves.Spike, losses.LossStuck, losses.Overfitting,
     gradients.Vanishing, gradients.Exploding, no_gradient.NoGradient, parameters.Unchanged, parameters.Update,
     programs.NotOptimized, programs.NotCleared, programs.LossArgument, programs.EvaluationMode,
-    programs.BatchFirst, activations.EvaluationOutput,
+    programs.BatchFirst, evaluation.EvaluationOutput,
     parameters.Initialisation, activations.Dead, activations.Saturated, activations.Attention, gradients.Objectives,
     gradients.Flip, programs.Clipping,
     comparing.OutlierRank, comparing.Replica, comparing.Restart, data.Data, comparing.RunningStatistics,

@@ -88,8 +88,7 @@ class Targets:
         """Return bounds of the loss of a model that has learnt nothing of its inputs, and what it gives, in words.
 
         The loss is the entropy of labels that are 0 or 1, and the variance of other numbers, for squared differences.
-        The bounds are NaN for classes, which are whole numbers, where a sample has several labels, and for labels
-        between 0 and 1, which may be smoothed.
+        The bounds are NaN for classes, which are whole numbers, and for labels between 0 and 1, which may be smoothed.
         """
         nothing = math.nan, math.nan, ""
         if not self._first:
@@ -100,19 +99,21 @@ class Targets:
         are_single = np.array([shape[:1] == (math.prod(shape),) != (0,) for shape in shapes], np.bool_)
         is_known = np.isfinite(rows["sum"]) & (rows["numel"] > 0) & (rows["nan_count"] + rows["inf_count"] == 0)
         is_own = np.array([key.root == root for key in rows.catalog.series], np.bool_)
-        rows = rows.take((are_single & is_own)[rows.series] & rows.are_float() & is_known)
+        is_single = are_single[rows.series]
+        rows, is_single = rows.take(chosen := is_own[rows.series] & rows.are_float() & is_known), is_single[chosen]
         if not len(rows):
             return nothing
         num, total, squares = (float(rows[name].sum()) for name in ("numel", "sum", "sum_sq"))
         mean = total / num
-        if np.allclose(rows["sum"], rows["sum_sq"], rtol=1e-9, atol=0) and 0 < mean < 1:
+        if is_single.all() and np.allclose(rows["sum"], rows["sum_sq"], rtol=1e-9, atol=0) and 0 < mean < 1:
             entropy = -mean * math.log(mean) - (1 - mean) * math.log(1 - mean)
             error = min(GUESSED, 0.05 * entropy)
             return entropy - error, entropy + error, "each sample the same probability"
         if rows["min"].min() >= 0 and rows["max"].max() <= 1:
             return nothing
         variance = squares / num - mean * mean
-        return 0.95 * variance, 1.1 * variance, "each sample the mean of the labels"  # what it gives still moves
+        words = "each sample the mean of the labels" if is_single.all() else "the mean of the labels everywhere"
+        return 0.95 * variance, 1.1 * variance, words  # what it gives still moves
 
     @staticmethod
     def _sizes(some: list[Rows], one: Finding, *, is_numeric: bool = False) -> tuple[Integers, Floats]:

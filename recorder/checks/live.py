@@ -31,10 +31,11 @@ from .causes import order_of
 from .engine import Engine
 from .rows import Catalog, ModuleFacts
 from .rule import CheckRule, Finding
-from .rules.activations import Attention, Dead, EvaluationOutput, Saturated
+from .rules.activations import Attention, Dead, Saturated
 from .rules.comparing import RunningStatistics
 from .rules.curves import Jump, Spike
 from .rules.data import Data, EmptyBatch
+from .rules.evaluation import EvaluationOutput
 from .rules.gradients import Exploding, Flip, Objectives, Vanishing
 from .rules.losses import LossStuck, Overfitting
 from .rules.no_gradient import NoGradient

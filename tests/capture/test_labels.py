@@ -116,6 +116,12 @@ def test_of_losses_by_turns_it_is_not_said_which_one_has_the_labels(tmp_path: Pa
     assert module.labels_of == ""
 
 
+def test_a_part_of_a_loss_is_not_the_whole_loss(tmp_path: Path) -> None:
+    train(net(), lambda model, x, y: cross_entropy(model, x, y) + model(x).square().mean(), tmp_path)
+    (module, *_) = recorder.open_run(tmp_path).writers[0].manifest.roots[0].modules
+    assert module.labels_of == "Add of NllLoss"
+
+
 @pytest.mark.parametrize("has_many", [False, True])
 def test_the_manifest_says_if_a_loss_has_several_labels(tmp_path: Path, has_many: bool) -> None:
     def sum_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:

@@ -14,10 +14,11 @@ from recorder.checks.causes import with_causes, words_of
 from recorder.checks.rows import ModuleFacts
 from recorder.checks.rule import CheckRule, Finding, Severity
 from recorder.checks.rules import gradients as gradient_rules
-from recorder.checks.rules.activations import Attention, Dead, EvaluationOutput, Saturated
+from recorder.checks.rules.activations import Attention, Dead, Saturated
 from recorder.checks.rules.comparing import OutlierRank, RunningStatistics
 from recorder.checks.rules.curves import Jump, Spike
 from recorder.checks.rules.data import Data
+from recorder.checks.rules.evaluation import EvaluationOutput
 from recorder.checks.rules.gradients import Exploding, Flip, Objectives, Vanishing
 from recorder.checks.rules.losses import LossStuck, Overfitting
 from recorder.checks.rules.no_gradient import NoGradient
@@ -645,6 +646,23 @@ def test_a_loss_that_falls_and_stays_the_logarithm_of_the_number_of_classes_is_a
 
 
 @pytest.mark.parametrize(
+    ("ends_at", "function", "is_said"),
+    [(1.41, "NllLoss", True), (1.41, "Add of NllLoss", False), (1.3, "NllLoss", False), (4.0, "NllLoss", False)],
+    ids=["never below", "of several terms", "below", "perhaps a sum over samples"],
+)
+def test_a_cross_entropy_that_never_gets_below_that_of_a_guess_is_a_note(
+    ends_at: float, function: str, is_said: bool
+) -> None:
+    recorded = losses(lambda step: ends_at + 6 * 0.95**step + float(noise(3, step, shape=(), scale=0.005)), steps=200)
+    recorded.add(0, "", noise(0, shape=(8, 4)))
+    recorded.add(0, "", np.arange(8) % 4, site="input", name=LABELS, dtype="int64")
+    recorded.catalog.modules["model", ""] = ModuleFacts("Net", ("output",), labels_of=function)
+    found = said(with_updates(recorded, 1e-3, 200), LossStuck)
+    words = "the loss never gets below that of a model that gives each of 4 classes the same probability"
+    assert [(one.severity, one.what) for one in found] == [(Severity.NOTE, words)] * is_said
+
+
+@pytest.mark.parametrize(
     ("labels", "is_said"),
     [(np.arange(64), True), (np.arange(64).repeat(2), False), (np.arange(64) + 64, False), (np.arange(64.0), False)],
     ids=["pairs", "twice", "second rank", "numbers"],
@@ -667,7 +685,7 @@ def test_a_contrastive_loss_that_stays_the_logarithm_of_the_number_of_samples_is
         (lambda e: 3 + 2 * e, 3.0, ""),
         (lambda e: (e > 0.67).astype(float), 0.5623, "each sample the same probability"),
         (lambda e: (e > 0.67).astype(float), 0.1875, ""),
-        (lambda e: (3 + 2 * e).reshape(32, 2), 4.1, ""),
+        (lambda e: (3 + 2 * e).reshape(32, 2), 4.1, "the mean of the labels everywhere"),
         (lambda e: np.where(e > 0, 0.95, 0.05), 0.2025, ""),
         (lambda e: (e > 1.5).astype(float), 0.213, ""),
         (lambda e: 3 + 2 * e[:0], 4.1, ""),
@@ -1076,7 +1094,7 @@ def test_an_expert_that_is_idle_for_a_while_or_for_ever_is_a_note(rows_a_batch: 
                 )
     found = recorded.judge(NoGradient, rows_a_batch).findings
     assert {(one.module_path, one.severity, one.since) for one in found} == {
-        ("blocks.1", Severity.NOTE, 40), ("blocks.2", Severity.WARNING, 40), ("blocks.3", Severity.NOTE, None),
+        ("blocks.1", Severity.NOTE, 40), ("blocks.2", Severity.WARNING, 40), ("blocks.3", Severity.NOTE, 0),
     }  # fmt: skip
     assert "its module is never called" in next(one.what for one in found if one.module_path == "blocks.3")
     assert recorded.judge(Unchanged, rows_a_batch).findings == [], "it has no gradient while it stays as it is"
@@ -1608,6 +1626,23 @@ def test_taps_of_attention_are_judged_by_their_names() -> None:
 def test_a_run_without_attention_is_not_judged() -> None:
     (one,) = outputs().judge(Attention).unjudged
     assert "recorder.tap" in one.why and not one.setting
+
+
+@pytest.mark.parametrize(
+    ("mean", "std", "is_said"),
+    [(0.3, 0.4, True), (1.0, 1.0, True), (0.1, 0.9, False), (0.0, 1.0, False)],
+    ids=["half the scale", "shifted", "augmented", "equal"],
+)
+def test_an_input_in_evaluation_unlike_that_in_training_is_a_note(mean: float, std: float, is_said: bool) -> None:
+    recorded = Recorded()
+    for step in range(40):
+        recorded.add(step, "", noise(step, shape=(64, 8)), site="input", name="x")
+        if step % 5 == 4:
+            values = mean + noise(step, 1, shape=(64, 8), scale=std)
+            recorded.add(step, "", values, site="input", name="x", mode="eval")
+    found = said(recorded, EvaluationOutput)
+    assert [(one.severity, one.name, one.step) for one in found] == [(Severity.NOTE, "x", 39)] * is_said
+    assert all(one.what.startswith("the input in evaluation is unlike that in training: its mean is ") for one in found)
 
 
 @pytest.mark.parametrize(("first", "expected"), [(1.0, []), (50.0, [5])])

@@ -501,8 +501,7 @@ def _parts(run: Run, checked: Checked, typed: str, *, is_verbose: bool) -> Itera
     if settings and not run.lost:
         num = sum(bool(one.setting) for one in checked.unjudged)
         rules = "; ".join(settings).replace(" keep=", " steps=::10 keep=")  # not at every step: most rows
-        verb = "judges" if num == 1 else "judge"
-        yield f"{num} of these rules {verb} a run of RECORDER_PRESET=default RECORDER_RULES={shlex.quote(rules)}"
+        yield f"for {num} of them, record the next run with RECORDER_PRESET=default RECORDER_RULES={shlex.quote(rules)}"
 
 
 def _listed(findings: Sequence[str]) -> str:
@@ -609,9 +608,9 @@ def _wants(checked: Checked) -> str:
     needs = (_KEEP.search(one.setting) or _NEED.match(one.why) for one in checked.unjudged)
     counts = Counter(_OTHER if need is None else need[1] for need in needs)
     ordered = sorted(counts.items(), key=lambda item: (item[0] == _OTHER, -item[1]))
-    wants = ", ".join(f"{want} ({count})" for want, count in ordered[:_MAX_WANTS])
+    wants = ", ".join(f"{want} ({count})" for want, count in ordered[:_MAX_WANTS]).replace(")", " of them)", 1)
     wants += ", ..." if len(ordered) > _MAX_WANTS else ""
-    return f"{len(checked.unjudged)} more rules judge a run with {wants}"
+    return f"{len(checked.unjudged)} more rules can judge a run that has {wants}"
 
 
 def _reasons(unjudged: Sequence[Unjudged]) -> dict[str, list[str]]:

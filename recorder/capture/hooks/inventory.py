@@ -365,7 +365,7 @@ class Inventory:
             self._add(0, {"has_many_labels": True})
 
     def note_labels_of(self, function: str) -> None:
-        """Note which function of a loss has the labels. It is empty once two functions have had some."""
+        """Note which function of a loss has the labels. It is empty once it was another one."""
         known = self._modules[0].get("labels_of") if self._modules else ""
         labels_of = function if known in (None, function) else ""
         if labels_of != known:

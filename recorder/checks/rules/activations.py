@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import ClassVar
 
 import numpy as np
 
 from ...sites import LABELS
-from ..rows import MAX_STEPS, Flags, Floats, Memory, Rows, SeriesKey, began, ends, grouped, previous
+from ..rows import Flags, Floats, Memory, Rows, SeriesKey, began, previous
 from ..rule import CALIBRATED, CheckRule, Finding, PartsRule, Setting, Severity, StreakRule
 
 _LEAST_ELEMENTS = 8
@@ -136,67 +136,6 @@ class Saturated(StreakRule):
             if not (is_alike and is_sigmoid[index]):
                 self._are_unlike[rows.lanes[[index]]] = 1.0
         return is_flat, slope
-
-
-class EvaluationOutput(StreakRule):
-    """An output in evaluation that is far larger or smaller than the same output in training.
-
-    Only the first such module of a step is reported, because the modules after it take its output.
-    """
-
-    name = "evaluation_output"
-    sentence = "An output in evaluation has another size than in training, by a factor."
-    sites, columns, reads_probe = ("output",), ("sum_sq", "numel"), True
-    settings = (Setting("ratio", 30, "times", CALIBRATED), Setting("records", 2, "evaluations", CALIBRATED))
-    needs = "needs outputs of an evaluation and of the training"
-    what = "the output in evaluation has another size than in training"
-    measure, limit = "larger over smaller root mean square", "ratio"
-    advice = "look at the running statistics of norms, and at operations that the module does in only one mode"
-    may_recover = True
-
-    def set_up(self) -> None:
-        self._trained = Memory()
-        """By output and rank, the output's last root mean square in training."""
-        self._lane = Memory()
-        """By output and rank in evaluation, the lane (index) of the output in training; NaN if there is none so far."""
-        self._has_evaluation = False
-
-    def judge(self, rows: Rows) -> tuple[Flags, Floats]:
-        rms = rows.rms
-        is_trained = rows.where("trained", lambda key: key.mode == "train")
-        lanes = self._lane[rows.lanes]
-        for lane in np.unique(rows.lanes[np.isnan(lanes) & ~is_trained]).tolist():
-            key = self.catalog.key_of(lane)._replace(mode="train")
-            trained = self.catalog.find(key, int(self.catalog.rank_of[lane]))
-            if trained is not None:
-                self._lane[np.array([lane])] = float(trained)
-        self._has_evaluation |= not is_trained.all()
-        known = np.nan_to_num(self._lane[rows.lanes], nan=-1).astype(np.int64)
-        # A model may return its loss in training and logits in an evaluation, and Lightning's root both in training.
-        is_usual = is_trained & (rms > 0) & (rows["numel"] > 1)
-        trainings, sizes = rows.take(is_usual), rms[is_usual]
-        keys = trainings.lanes * MAX_STEPS + trainings.steps
-        # A record in training of the same step, or of one before: the last of these rows may be of a later one.
-        latest = np.searchsorted(keys, known * MAX_STEPS + rows.steps, side="right") - 1
-        is_here = np.r_[trainings.lanes, -1][latest] == known
-        usual = np.where(is_here, np.r_[sizes, np.nan][latest], self._trained[np.maximum(known, 0)])
-        self._trained[trainings.lanes[ends(trainings.lanes)]] = sizes[ends(trainings.lanes)]
-        with np.errstate(all="ignore"):
-            times = rms / np.where(known >= 0, usual, np.nan)
-            times = np.nan_to_num(np.maximum(times, 1 / times), posinf=0.0)
-        is_far = ~is_trained & (times > self.thresholds["ratio"]) & (rows["numel"] >= _LEAST_ELEMENTS)
-        at = np.flatnonzero(is_far)
-        if len(at):  # lanes are numbered in the order in which values first appear
-            ids, _ = grouped(rows.ranks[at], rows.steps[at])
-            first = np.full(int(ids.max()) + 1, np.iinfo(np.int64).max)
-            np.minimum.at(first, ids, rows.lanes[at])
-            is_far[at] = rows.lanes[at] == first[ids]
-        return is_far, times
-
-    def finish(self) -> Iterable[Finding]:
-        yield from super().finish()
-        if not self._has_evaluation:
-            self.why_not_judged = self.needs
 
 
 class DeadUnits(StreakRule):

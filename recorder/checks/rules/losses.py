@@ -189,10 +189,17 @@ class LossStuck(CurveRule):
         has_fallen = any(has_fallen for _, _, has_fallen in found)
         if has_fallen:
             began_with, *guesses = (self._guess(mean, curves[0]) for mean in means)
-            if len(found) > 1 or not all(guesses) or not (began_with or means[0] > means[1]):
+            is_at_guess = all(guesses) and (began_with or means[0] > means[1])
+            num = self._num_classes(self.keys[curves[0]].root)
+            is_above = num > 1 and math.log(num) - GUESSED < min(means[1:]) and means[-1] < 2 * math.log(num)
+            if len(found) > 1 or not (is_at_guess or is_above):
                 return
             verb = "has hardly left" if began_with else "stays at"  # the first outputs may be sure and wrong
-            still, what = False, f"the loss {verb} that of a model that gives {guesses[-1]}"
+            guess = guesses[-1] if is_at_guess else f"each of {num} classes the same probability"
+            still, what = (
+                False,
+                f"the loss {verb if is_at_guess else 'never gets below'} that of a model that gives {guess}",
+            )
         lane, ranks = self.lanes[curves[0]], tuple(sorted({self.keys[curve].rank for curve in curves} - {-1}))
         measure = "" if has_fallen else "fall of the loss"
         one = self.finding(lane, self.step, what, measure, fall, shown, Severity(int(still)))
@@ -221,6 +228,16 @@ class LossStuck(CurveRule):
             return f"each of {candidates} samples of the batch the same probability"
         low, high, words = self._targets.loss_of_guess(own)
         return words * (low < loss < high)
+
+    def _num_classes(self, root: str) -> int:
+        """Return the number of classes if the whole loss of a model is a cross-entropy of the classes; else 0."""
+        model = self.catalog.modules.get((root, ""))
+        if model is None or model.labels_of != "NllLoss":
+            return 0
+        about = zip(self.catalog.series, self.catalog.about, strict=True)
+        is_output = (root, "output", "")
+        sizes = {one.shape[-1:] for key, one in about if (key.root, key.site, key.module_path) == is_output}
+        return sizes.pop()[0] if len(sizes) == 1 and () not in sizes else 0
 
     def _told_guess(self, loss: float, curve: int) -> str:
         return f"a model that gives {guess} has this loss" if (guess := self._guess(loss, curve)) else ""

@@ -234,7 +234,10 @@ class NoGradient(StreakRule):
                 is_odd = (key.root, template(key.module_path), key.name) in alike
                 what = NO_GRADIENT + (", while this parameter of other layers has" if is_odd else "")
                 is_cut = False
-                if module is not None and "output" in module.sites and (key.root, key.module_path) not in called:
+                of_attention = self.catalog.modules.get((key.root, key.module_path.rpartition(".")[0]))
+                is_inside = of_attention is not None and of_attention.class_name == "MultiheadAttention"
+                is_seen = (key.root, key.module_path) in called or is_inside  # its weights are used without a call
+                if module is not None and "output" in module.sites and not is_seen:
                     what += ": its module is never called"
                     is_odd = False
                 elif module is not None and key.name in module.frozen:
@@ -247,7 +250,7 @@ class NoGradient(StreakRule):
                     what, is_odd, is_cut = f"{NO_GRADIENT}, {why}", True, True
                 severity = Severity.WARNING if is_odd else Severity.NOTE
                 measure, limit = "records without a gradient", self.thresholds["records"]
-                found = self.finding(lane, 0, what, measure, num, limit, severity)
+                found = self.finding(lane, 0, what, measure, num, limit, severity, since=0)
                 if what.endswith(_IS_FROZEN):
                     found = found._replace(advice=_UNFREEZE)
                 yield found._replace(advice=_CUT_OFF) if is_cut else found

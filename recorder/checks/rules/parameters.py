@@ -90,7 +90,7 @@ class _Update(CheckRule):
 
 
 class _Large(_Update, StreakRule):
-    what = "one update changed the weight by a large part of its norm"
+    what = "one update is large against the weight"
     measure, limit = "update over weight, at least", "ratio"
     may_recover = True
 
