@@ -30,6 +30,8 @@ _OUTPUTS = ("Addmm", "Slice", "Sigmoid", "Tanh", "Relu", "Softplus")
 """The kinds of nodes that make the outputs of a model."""
 _OF_DIFFERENCES = ("MseLoss", "SmoothL1Loss", "HuberLoss")
 _NEVER_NEGATIVE = (*_OF_DIFFERENCES, "NllLoss", "NllLoss2D", "BinaryCrossEntropy", "BinaryCrossEntropyWithLogits")
+_MEAN, _REDUCTIONS = 1, {0: " by element", 2: " summed"}
+"""Autograd's number of a loss that is a mean, and what is said of other losses, by number."""
 _MAX_MADE_BY = 64
 """How many nodes are searched for the parameters that have made an argument."""
 
@@ -51,8 +53,8 @@ def _first_nodes(loss: Any, is_passed: Callable[[Any], bool] = lambda node: True
 def labels_below(loss: Any, *, is_first_enough: bool) -> tuple[torch.Tensor | None, str, bool]:
     """Return the labels that one of the first nodes of a loss has saved for the backward, or None.
 
-    Also return the name of this node's function, and whether another node has saved other labels, unless the first
-    labels are enough. Only whole numbers count, which may be classes.
+    Also return the name of this function, as ``MseLoss summed`` if it takes no mean, and whether another node has
+    saved other labels, unless the first labels are enough. Only whole numbers count, which may be classes.
     """
     first, function = None, ""
     for node in _first_nodes(loss):
@@ -61,7 +63,7 @@ def labels_below(loss: Any, *, is_first_enough: bool) -> tuple[torch.Tensor | No
         elif first is None:
             if _compares_samples(node):
                 return None, "", False
-            first, function = labels, kind_of(node)
+            first, function = labels, kind_of(node) + _REDUCTIONS.get(getattr(node, "_saved_reduction", _MEAN), "")
             if is_first_enough:
                 break
         elif not (labels.is_floating_point() or first.is_floating_point()) and labels.data_ptr() != first.data_ptr():

@@ -459,7 +459,7 @@ class LossFinder:
                 self._misses[kind] = self._misses.get(kind, 0) + 1
             else:
                 self._misses.pop(kind, None)
-                is_whole = kind_of(node) == function
+                is_whole = function.startswith(kind_of(node))
                 root.inventory.note_labels_of(function if is_whole else f"{kind_of(node)} of {function}")
                 hooked.record_labels(labels, slice_, keep)
                 if self._capture.clock.step < SHIFT_STEPS and not slice_.moment.micro_step and not has_more:

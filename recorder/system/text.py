@@ -132,7 +132,7 @@ def module_in_words(path: str) -> str:
 
 def value_in_words(module_path: str, site: str, name: str = "") -> str:
     """Return where a value is, such as ``'up' grad weight``. The root is named in words."""
-    return " ".join(filter(None, (module_in_words(module_path), site, name if name != site else "")))
+    return " ".join(filter(None, (module_in_words(module_path), site, name)))
 
 
 def model_in_words(root: str, *, has_models: bool = False) -> str:

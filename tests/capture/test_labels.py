@@ -120,6 +120,9 @@ def test_a_part_of_a_loss_is_not_the_whole_loss(tmp_path: Path) -> None:
     train(net(), lambda model, x, y: cross_entropy(model, x, y) + model(x).square().mean(), tmp_path)
     (module, *_) = recorder.open_run(tmp_path).writers[0].manifest.roots[0].modules
     assert module.labels_of == "Add of NllLoss"
+    train(net(), lambda model, x, y: F.cross_entropy(model(x), y, reduction="none").mean(), tmp_path / "none")
+    (module, *_) = recorder.open_run(tmp_path / "none").writers[0].manifest.roots[0].modules
+    assert module.labels_of == "Mean of NllLoss by element"
 
 
 @pytest.mark.parametrize("has_many", [False, True])

@@ -409,20 +409,28 @@ def test_labels_far_from_zero_for_their_spread_are_a_note(mean: float, size: flo
 
 
 @pytest.mark.parametrize(
-    ("function", "high", "is_said"),
+    ("function", "low", "high", "severity"),
     [
-        ("BinaryCrossEntropyWithLogits", 255, True),
-        ("BinaryCrossEntropy", 255, True),
-        ("BinaryCrossEntropyWithLogits", 1.1, False),
-        ("MseLoss", 255, False),
-        ("", 255, False),
+        ("BinaryCrossEntropyWithLogits", 0, 255, Severity.WARNING),
+        ("Add of BinaryCrossEntropy summed", 0, 255, Severity.WARNING),
+        ("BinaryCrossEntropyWithLogits", -1, 1, Severity.WARNING),
+        ("Mean of BinaryCrossEntropyWithLogits by element", 0, 255, Severity.NOTE),
+        ("Mean of BinaryCrossEntropyWithLogits by element", -1, 1, None),  # -1 may be left out
+        ("BinaryCrossEntropyWithLogits", 0, 1.1, None),
+        ("MseLoss", 0, 255, None),
+        ("", 0, 255, None),
     ],
 )
-def test_labels_of_a_binary_cross_entropy_that_are_no_probabilities(function: str, high: float, is_said: bool) -> None:
-    made = batches(lambda step, rank: {"x": noise(step), LABELS: (noise(step, 1) > 0) * high})
+def test_labels_of_a_binary_cross_entropy_that_are_no_probabilities(
+    function: str, low: float, high: float, severity: Severity | None
+) -> None:
+    made = batches(
+        lambda step, rank: {"x": noise(step), LABELS: np.where(noise(step, 1) > 0, high, low) * (1 - 1e-6 * step)}
+    )
     made.catalog.modules["model", ""] = ModuleFacts("Net", ("input",), labels_of=function)
-    words = "the labels of a binary cross-entropy are from 0 to 255, and it expects probabilities, 0 to 1"
-    assert [(one.step, one.what, one.severity) for one in said(made, Data)] == [(0, words, Severity.WARNING)] * is_said
+    words = f"the labels of a binary cross-entropy are from {low} to {high}, and it expects probabilities, 0 to 1"
+    expected = [(0, words, severity)] * (severity is not None)
+    assert [(one.step, one.what, one.severity) for one in said(made, Data)] == expected
 
 
 def test_an_input_that_is_not_normalised_on_one_rank_alone_is_a_note_of_this_rank() -> None:

@@ -372,16 +372,22 @@ class Data(CheckRule):
     def _beyond_probabilities(self, rows: Rows) -> Iterator[Finding]:
         """Report labels of a binary cross-entropy that are no probabilities, so that the loss has no lower bound."""
         is_judged = rows.where("of two classes", self._is_of_two_classes)
+        by_element = rows.where("by element", lambda key: self._labels_of(key).endswith(" by element"))
         low, high = rows["min"], rows["max"]
-        is_beyond = is_judged & ((low < -_OVERSHOOT) | (high > 1 + _OVERSHOOT))
+        # A program that takes the mean itself may leave out labels such as -1.
+        is_beyond = is_judged & (((low < -_OVERSHOOT) & ~by_element) | (high > 1 + _OVERSHOOT))
         for index, _, _ in self._out_of_range.reached(rows.lanes, rows.steps, is_beyond, 1):
             lane, step = int(rows.lanes[index]), int(rows.steps[index])
             what = _NO_PROBABILITIES.format(number(float(low[index])), number(float(high[index])))
-            yield self.finding(lane, step, what, "", 0.0, 0.0)._replace(advice=_SCALE_LABELS)
+            severity = Severity.NOTE if by_element[index] else self.severity
+            yield self.finding(lane, step, what, "", 0.0, 0.0, severity)._replace(advice=_SCALE_LABELS)
+
+    def _labels_of(self, key: SeriesKey) -> str:
+        root = self.catalog.modules.get((key.root, ""))
+        return "" if root is None else root.labels_of
 
     def _is_of_two_classes(self, key: SeriesKey) -> bool:
-        root = self.catalog.modules.get((key.root, ""))
-        return root is not None and "BinaryCrossEntropy" in root.labels_of and key.name == sites.LABELS
+        return "BinaryCrossEntropy" in self._labels_of(key) and key.name == sites.LABELS
 
     def _judge_labels(self, rows: Rows) -> None:
         """Look for labels, of several classes, that are those of the record before. The probe has their l2 alone."""

@@ -30,9 +30,10 @@ class _Evaluation(CheckRule):
         Setting("scale", 2, "times the standard deviation of the input in training", "mixed samples have 0.7"),
     )
     needs = "needs outputs of an evaluation and of the training"
+    advice = "look at the running statistics of norms, and at operations that the module does in only one mode"
 
 
-class _Outputs(_Evaluation, StreakRule):
+class _OutputApart(_Evaluation, StreakRule):
     """An output in evaluation that is far larger or smaller than the same output in training.
 
     Only the first such module of a step is reported, because the modules after it take its output.
@@ -40,7 +41,6 @@ class _Outputs(_Evaluation, StreakRule):
 
     what = "the output in evaluation has another size than in training"
     measure, limit = "larger over smaller root mean square", "ratio"
-    advice = "look at the running statistics of norms, and at operations that the module does in only one mode"
     may_recover = True
 
     def set_up(self) -> None:
@@ -109,7 +109,7 @@ class _Mean:
         return math.sqrt(max(self.square / self.num - mean * mean, 0.0) / self.num)
 
 
-class _Inputs(_Evaluation):
+class _InputApart(_Evaluation):
     """A model's first argument that has another mean or scale in evaluation: it is prepared in another way."""
 
     advice = "prepare the samples of the evaluation as those of the training; augmentation may differ on purpose"
@@ -163,7 +163,7 @@ class _Inputs(_Evaluation):
 
 
 class EvaluationOutput(_Evaluation, PartsRule):
-    parts = (_Outputs, _Inputs)
+    parts = (_OutputApart, _InputApart)
 
     def revised(self, one: Finding) -> Finding:
         return self._parts[0].revised(one)
