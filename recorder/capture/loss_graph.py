@@ -63,12 +63,19 @@ def labels_below(loss: Any, *, is_first_enough: bool) -> tuple[torch.Tensor | No
         elif first is None:
             if _compares_samples(node):
                 return None, "", False
-            first, function = labels, kind_of(node) + _REDUCTIONS.get(getattr(node, "_saved_reduction", _MEAN), "")
+            first, function = labels, _function(node)
             if is_first_enough:
                 break
         elif not (labels.is_floating_point() or first.is_floating_point()) and labels.data_ptr() != first.data_ptr():
             return first, function, True
     return first, function, False
+
+
+def _function(node: Any) -> str:
+    """Return the name of the function of a loss, with its number of classes, and with how it adds up, if by no mean."""
+    scores = _saved(node, "self") if kind_of(node) == "NllLoss" else None
+    classes = "" if scores is None else f" of {scores.shape[-1]} classes"
+    return f"{kind_of(node)}{classes}{_REDUCTIONS.get(getattr(node, '_saved_reduction', _MEAN), '')}"
 
 
 def wrong_argument(loss: Any) -> tuple[str, Any] | None:

@@ -109,8 +109,7 @@ class ModuleFacts(NamedTuple):
     graphless: bool = False
     """Whether all calls of the module were made with gradients disabled."""
     labels_of: str = ""
-    """Of the first module: the function of the loss that has the labels, by autograd's name; ``Add of NllLoss`` is a
-    sum."""
+    """Of the first module: the function of the loss that has the labels, as in the manifest."""
     has_many_labels: bool = False
     """Of the first module: whether a loss was the sum of losses of several labels."""
     has_uneven_calls: bool = False

@@ -119,10 +119,10 @@ def test_of_losses_by_turns_it_is_not_said_which_one_has_the_labels(tmp_path: Pa
 def test_a_part_of_a_loss_is_not_the_whole_loss(tmp_path: Path) -> None:
     train(net(), lambda model, x, y: cross_entropy(model, x, y) + model(x).square().mean(), tmp_path)
     (module, *_) = recorder.open_run(tmp_path).writers[0].manifest.roots[0].modules
-    assert module.labels_of == "Add of NllLoss"
+    assert module.labels_of == "Add of NllLoss of 3 classes"
     train(net(), lambda model, x, y: F.cross_entropy(model(x), y, reduction="none").mean(), tmp_path / "none")
     (module, *_) = recorder.open_run(tmp_path / "none").writers[0].manifest.roots[0].modules
-    assert module.labels_of == "Mean of NllLoss by element"
+    assert module.labels_of == "Mean of NllLoss of 3 classes by element"
 
 
 @pytest.mark.parametrize("has_many", [False, True])
@@ -436,10 +436,12 @@ def test_the_input_of_a_decoder_that_is_the_labels_is_a_note(tmp_path: Path, giv
     assert found == [(words, Severity.NOTE)] * is_said
 
 
-def test_labels_of_a_model_that_computes_its_own_loss_are_no_input_of_a_decoder(tmp_path: Path) -> None:
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_labels_of_a_model_that_computes_its_own_loss_are_no_input_of_a_decoder(tmp_path: Path, reduction: str) -> None:
     class WithLoss(Tokens):
         def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
-            return F.cross_entropy(super().forward(tokens).flatten(0, 1), labels.flatten())
+            loss = F.cross_entropy(super().forward(tokens).flatten(0, 1), labels.flatten(), reduction=reduction)
+            return loss if reduction == "mean" else loss.view_as(labels)
 
     torch.manual_seed(0)
     model = WithLoss()
@@ -447,7 +449,7 @@ def test_labels_of_a_model_that_computes_its_own_loss_are_no_input_of_a_decoder(
     with recorder.attach(model, enabled=True, dir=tmp_path, rules="site=input,scalar keep=stats"):
         for _ in range(5):
             optimizer.zero_grad()
-            model(torch.randint(0, 50, (4, 12)), torch.randint(0, 50, (4, 12))).backward()
+            model(torch.randint(0, 50, (4, 12)), torch.randint(0, 50, (4, 12))).mean().backward()
             optimizer.step()
     assert check(recorder.open_run(tmp_path), ["loss_argument"]).findings == []
 

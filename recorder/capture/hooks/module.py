@@ -306,7 +306,8 @@ class HookedModule:
         tensor = leaves[0][1]
         self._given = weakref.ref(tensor)
         # The slices of one tensor, which a program makes anew for each call, are one tensor if their elements are.
-        base = tensor._base if type(tensor) is torch.Tensor and tensor.layout is torch.strided else None
+        is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_nested
+        base = tensor._base if is_plain else None
         owner, place = (tensor, None) if base is None else (base, (int(tensor.storage_offset()), tensor.shape))
         if any(known() is owner and at == place for known, at in self._given_before):
             self.times_given += 1

@@ -503,9 +503,10 @@ class Root:
             return  # the call was a trial run of a pipeline stage
         if current is not None and torch.is_grad_enabled():
             for name, tensor in tree.tensor_leaves(output):
-                if type(tensor) is torch.Tensor and not tensor.dim() and tensor.grad_fn is not None:
-                    self.capture.returned(self.name, name, tensor.grad_fn)
-                    self._first_returned_loss()
+                if type(tensor) is torch.Tensor and tensor.grad_fn is not None:
+                    if not tensor.dim():
+                        self.capture.returned(self.name, name, tensor.grad_fn)
+                    self._may_have_labels(tensor)
                 if not current.has_gradient and requires_gradient(tensor):
                     with torch._C.DisableTorchFunctionSubclass():
                         handle = tensor.register_hook(GradientSeen(self.clock, current))
@@ -521,10 +522,14 @@ class Root:
             for root in (self, *self._inner_roots):
                 root.record_state(HELD_BY_MODULES, StateTime(current.moment, "forward", repeat))
 
-    def _first_returned_loss(self) -> None:
-        """Forget the arguments that are the labels of a loss which the model computes itself."""
-        if (hooked := self.module_at("")) is not None:
-            hooked.tokens = {name: tensor for name, tensor in hooked.tokens.items() if not is_labels(name)}
+    def _may_have_labels(self, output: torch.Tensor) -> None:
+        """Forget the arguments that may be the labels of `output`, a loss or one for each token."""
+        if (hooked := self.module_at("")) is not None and hooked.tokens:
+            hooked.tokens = {
+                name: tensor
+                for name, tensor in hooked.tokens.items()
+                if not is_labels(name) or (output.dim() and output.numel() != tensor.numel())
+            }
 
     @property
     def is_training(self) -> bool:

@@ -106,8 +106,9 @@ class OutlierRank(StreakRule):
         """The rows that were judged last, by lane and step. For each row: since which step it is far from its peers,
         its size and theirs, and of two ranks the other one."""
         self._rates = Streaks()
-        self._numbered = Memory(0.0)
-        """By series, 1 for labels that number the samples, as those of a contrastive loss over the ranks do."""
+        self._no_classes = Memory(0.0)
+        """By series, 1 for labels that number the samples, as those of a contrastive loss over the ranks do, and for
+        labels of which the loss ignores some: -100 for a prompt, for example."""
         self._odd_inputs: list[Finding] = []
         self._effects: list[Finding] = []
         """The findings on other values, of which an input may be the cause."""
@@ -120,9 +121,9 @@ class OutlierRank(StreakRule):
         is_rate = rows.where("rate", attrgetter("is_rate"))
         yield from self._judge_rates(rows.take(is_rate).by_lane())
         is_label = rows.where("labels of a batch", lambda key: is_of_batch(key) and holds_labels(key))
-        are_numbered = is_label & (rows["max"] - rows["min"] + 1 == rows["numel"])
-        self._numbered[rows.series[are_numbered]] = 1.0
-        is_label &= self._numbered[rows.series] == 0
+        are_others = (rows["max"] - rows["min"] + 1 == rows["numel"]) | ((rows["min"] < 0) & ~rows.are_float())
+        self._no_classes[rows.series[is_label & are_others]] = 1.0
+        is_label &= self._no_classes[rows.series] == 0
         is_judged = ~is_rate & (rows.ranks >= 0) & (~rows.at("input") | are_first_arguments(rows) | is_label)
         if is_judged.any():
             for one in super().add(_of_steps(rows.take(is_judged))):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import defaultdict, deque
 from collections.abc import Iterator
 
@@ -31,6 +32,8 @@ _BOTTOMLESS = f" falls below zero {WRONG_SIGN}"
 _NEGATED = f" falls {WRONG_SIGN}: it is the negative of a loss that is never negative"
 _HARDLY = 1e-3
 """Below this part of the weights' norm, the lengths of all updates are said to be small. The rule has a lower limit."""
+_CLASSES = re.compile(r"NllLoss of (\d+) classes")
+"""What the manifest says of a loss that is the mean cross-entropy of classes."""
 _CERTAIN = 5
 """The number of standard deviations that a fall must have to be no noise."""
 
@@ -196,10 +199,8 @@ class LossStuck(CurveRule):
                 return
             verb = "has hardly left" if began_with else "stays at"  # the first outputs may be sure and wrong
             guess = guesses[-1] if is_at_guess else f"each of {num} classes the same probability"
-            still, what = (
-                False,
-                f"the loss {verb if is_at_guess else 'never gets below'} that of a model that gives {guess}",
-            )
+            verb = verb if is_at_guess else "never gets below"
+            still, what = False, f"the loss {verb} that of a model that gives {guess}"
         lane, ranks = self.lanes[curves[0]], tuple(sorted({self.keys[curve].rank for curve in curves} - {-1}))
         measure = "" if has_fallen else "fall of the loss"
         one = self.finding(lane, self.step, what, measure, fall, shown, Severity(int(still)))
@@ -232,12 +233,8 @@ class LossStuck(CurveRule):
     def _num_classes(self, root: str) -> int:
         """Return the number of classes if the whole loss of a model is a cross-entropy of the classes; else 0."""
         model = self.catalog.modules.get((root, ""))
-        if model is None or model.labels_of != "NllLoss":
-            return 0
-        about = zip(self.catalog.series, self.catalog.about, strict=True)
-        is_output = (root, "output", "")
-        sizes = {one.shape[-1:] for key, one in about if (key.root, key.site, key.module_path) == is_output}
-        return sizes.pop()[0] if len(sizes) == 1 and () not in sizes else 0
+        known = None if model is None else _CLASSES.fullmatch(model.labels_of)
+        return 0 if known is None else int(known[1])
 
     def _told_guess(self, loss: float, curve: int) -> str:
         return f"a model that gives {guess} has this loss" if (guess := self._guess(loss, curve)) else ""

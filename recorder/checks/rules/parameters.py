@@ -8,6 +8,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import ClassVar
 
 import numpy as np
 
@@ -59,6 +60,8 @@ def _tells_skip(key: SeriesKey) -> bool:
     return tells_skip(key.site, key.name)
 
 
+_FEW_ZEROS = 0.1
+"""The most elements of a gradient that are zero where all elements of the parameter are updated."""
 _FRESH = 2
 """An Adam whose first update is at this step or before it has begun with the run. Its first update has full size."""
 _FALLEN, _RISEN, _AT_ONCE = 0.01, 0.1, 0.95
@@ -68,7 +71,8 @@ _FALLEN, _RISEN, _AT_ONCE = 0.01, 0.1, 0.95
 class _Update(CheckRule):
     name = "update"
     sentence = "Steps of the optimizer change a weight by a large part of its norm, or all steps only shrink it."
-    sites, columns, reads_probe = ("param", UPDATE), ("sum_sq", "sum", "numel"), True
+    sites: ClassVar[tuple[str, ...]] = ("param", UPDATE)
+    columns, reads_probe = ("sum_sq", "sum", "numel"), True
     settings = (
         Setting("updates", 3, "first updates, judged by records", "from a random start they are large"),
         Setting("ratio", 0.5, "of the weight's norm, at least", "usual is 1e-3; smdebug's WeightUpdateRatio allows 10"),
@@ -340,6 +344,8 @@ class _Starved(_Update):
     def set_up(self) -> None:
         self._seen: dict[str, _Parts] = {}
         """By learning rate."""
+        self._dense: set[tuple[str, str, str]] = set()
+        """The parameters, by root, path and name, of which a gradient had few zeros: not the rows of a few words."""
 
     def wants(self, key: SeriesKey) -> bool:
         return _OF_ADAM(self._rate_of(key)) is not None
@@ -347,11 +353,21 @@ class _Starved(_Update):
     def _rate_of(self, key: SeriesKey) -> str:
         """Return the name of a learning rate, or of that of an update's parameter."""
         module = self.catalog.modules.get((key.root, key.module_path))
-        held = module.rates.get(key.name, "") if module is not None and key.site == UPDATE else ""
+        held = module.rates.get(key.name, "") if module is not None and key.site in ("grad", UPDATE) else ""
         return key.name if key.is_rate else held
 
     def add(self, rows: Rows) -> Iterator[Finding]:
-        names = [self._rate_of(key) for key in self.catalog.series]
+        gradients = rows.take(rows.at("grad"))
+        gradients = gradients.take(gradients["zero_count"] < _FEW_ZEROS * gradients["numel"])
+        series = self.catalog.series
+        self._dense |= {
+            (key.root, key.module_path, key.name) for key in (series[i] for i in np.unique(gradients.series))
+        }
+        rows = rows.take(~rows.at("grad"))
+        rows = rows.take(np.array([self._is_judged(key) for key in series], np.bool_)[rows.series])
+        if not len(rows):
+            return iter(())
+        names = [self._rate_of(key) for key in series]
         numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
         of_series = np.array([numbers[name] for name in names], np.int64)
         ids, firsts = grouped(of_series[rows.series], rows.ranks, rows.steps)
@@ -367,6 +383,9 @@ class _Starved(_Update):
             if (seen := self._seen[name]).rank == rank:
                 seen.num, seen.most = seen.num + 1, max(seen.most, part)
         return iter(())
+
+    def _is_judged(self, key: SeriesKey) -> bool:
+        return key.is_rate or (key.root, key.module_path, key.name) in self._dense
 
     def finish(self) -> Iterator[Finding]:
         for rate, seen in self._seen.items():
@@ -385,7 +404,8 @@ _OF_ADAM = re.compile(r"lr\.N?Adam(W)?\b").match
 
 class Update(_Update, PartsRule):
     parts = (_Large, _Shrinking, _Uphill, _Waving, _Restless, _Starved)
-    more_columns = ("absmax", "min", "max", "mean")
+    sites = (*_Update.sites, "grad")
+    more_columns = ("absmax", "min", "max", "mean", "zero_count")
 
     def revised(self, one: Finding) -> Finding:
         return self._parts[0].revised(one)
