@@ -357,35 +357,37 @@ class _Starved(_Update):
         return key.name if key.is_rate else held
 
     def add(self, rows: Rows) -> Iterator[Finding]:
-        gradients = rows.take(rows.at("grad"))
-        gradients = gradients.take(gradients["zero_count"] < _FEW_ZEROS * gradients["numel"])
-        series = self.catalog.series
-        self._dense |= {
-            (key.root, key.module_path, key.name) for key in (series[i] for i in np.unique(gradients.series))
-        }
-        rows = rows.take(~rows.at("grad"))
-        rows = rows.take(np.array([self._is_judged(key) for key in series], np.bool_)[rows.series])
-        if not len(rows):
-            return iter(())
-        names = [self._rate_of(key) for key in series]
-        numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
-        of_series = np.array([numbers[name] for name in names], np.int64)
-        ids, firsts = grouped(of_series[rows.series], rows.ranks, rows.steps)
-        is_rate, sizes = rows.where("rate", attrgetter("is_rate")), np.zeros((2, len(firsts)))
-        np.maximum.at(sizes[0], ids, np.where(is_rate, rows["mean"], 0))
-        np.maximum.at(sizes[1], ids, np.where(is_rate, 0, np.nan_to_num(rows.rms)))
-        for group in np.flatnonzero((sizes > 0).all(axis=0)).tolist():
-            first, part = int(firsts[group]), float(sizes[1, group] / sizes[0, group])
-            name, rank = names[rows.series[first]], int(rows.ranks[first])
-            if name not in self._seen:
-                row = int(np.flatnonzero((ids == group) & ~is_rate)[0])
-                self._seen[name] = _Parts(rank, int(rows.lanes[row]), int(rows.steps[first]))
-            if (seen := self._seen[name]).rank == rank:
-                seen.num, seen.most = seen.num + 1, max(seen.most, part)
+        """Look at the updates by each learning rate, until one of them has the size that it should have."""
+        series, of_rows = np.unique(rows.series, return_inverse=True)
+        rates = [self._rate_of(self.catalog.series[number]) for number in series.tolist()]
+        for rate in dict.fromkeys(rates):
+            if rate not in self._seen or self._seen[rate].most < self.thresholds["first"]:
+                self._look(rate, rows.take(np.array([one == rate for one in rates], np.bool_)[of_rows]))
         return iter(())
 
-    def _is_judged(self, key: SeriesKey) -> bool:
-        return key.is_rate or (key.root, key.module_path, key.name) in self._dense
+    def _look(self, rate: str, rows: Rows) -> None:
+        is_rate, is_update = rows.where("rate", attrgetter("is_rate")), rows.at(UPDATE)
+        has_few_zeros = rows.at("grad") & (rows["zero_count"] < _FEW_ZEROS * rows["numel"])
+        self._dense |= {self._parameter(number) for number in np.unique(rows.series[has_few_zeros]).tolist()}
+        updates = np.unique(rows.series[is_update]).tolist()
+        is_update &= np.isin(rows.series, [number for number in updates if self._parameter(number) in self._dense])
+        if not is_update.any():
+            return
+        rank = self._seen[rate].rank if rate in self._seen else int(rows.ranks[is_update].min())
+        own = rows.take((is_rate | is_update) & (rows.ranks == rank))
+        is_rate, (ids, firsts) = own.where("rate", attrgetter("is_rate")), grouped(own.steps)
+        sizes = np.zeros((2, len(firsts)))
+        np.maximum.at(sizes[0], ids, np.where(is_rate, own["mean"], 0))
+        np.maximum.at(sizes[1], ids, np.where(is_rate, 0, np.nan_to_num(own.rms)))
+        (both,) = np.nonzero((sizes > 0).all(axis=0))
+        if len(both):
+            since, lane = int(own.steps[firsts[both[0]]]), int(own.lanes[~is_rate][0])
+            seen = self._seen.setdefault(rate, _Parts(rank, lane, since))
+            seen.num, seen.most = seen.num + len(both), max(seen.most, float((sizes[1, both] / sizes[0, both]).max()))
+
+    def _parameter(self, series: int) -> tuple[str, str, str]:
+        key = self.catalog.series[series]
+        return key.root, key.module_path, key.name
 
     def finish(self) -> Iterator[Finding]:
         for rate, seen in self._seen.items():
