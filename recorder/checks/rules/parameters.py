@@ -82,8 +82,8 @@ class _Update(CheckRule):
         Setting("shrinking", 10, "updates in a row", "ours"),
         Setting("turnover", 0.08, "of the norm of all weights, in an update", CALIBRATED),
         Setting("lasting", 20, "updates, of which the median counts", CALIBRATED),
-        Setting("starved", 0.1, "of the learning rate of an Adam", "an update by pure noise is 0.23"),
-        Setting("first", 0.5, "of the learning rate of an Adam, from the first update on", "the first update is 1"),
+        Setting("first", 0.5, "of the learning rate of an Adam, at most", "the first update is 1"),
+        Setting("starved", 0.1, "of the learning rate of an Adam, for a warning", "an update by pure noise is 0.23"),
     )  # fmt: skip
     advice = "the learning rate is too high for this weight, warm-up is missing, or something else wrote into it"
 
@@ -391,8 +391,8 @@ class _Starved(_Update):
 
     def finish(self) -> Iterator[Finding]:
         for rate, seen in self._seen.items():
-            limit = self.thresholds["starved"] if seen.since > _FRESH else self.thresholds["first"]
-            if seen.num >= self.thresholds["lasting"] and seen.most < limit:
+            is_fresh = seen.since <= _FRESH  # a later one may go on from a checkpoint, near the end of its training
+            if is_fresh and seen.num >= self.thresholds["lasting"] and seen.most < self.thresholds["first"]:
                 what = (
                     f"no update of {rate.split('.')[1]} moves a parameter by more than {number(100 * seen.most)} % of "
                 )
