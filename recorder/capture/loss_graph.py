@@ -30,8 +30,10 @@ _OUTPUTS = ("Addmm", "Slice", "Sigmoid", "Tanh", "Relu", "Softplus")
 """The kinds of nodes that make the outputs of a model."""
 _OF_DIFFERENCES = ("MseLoss", "SmoothL1Loss", "HuberLoss")
 _NEVER_NEGATIVE = (*_OF_DIFFERENCES, "NllLoss", "NllLoss2D", "BinaryCrossEntropy", "BinaryCrossEntropyWithLogits")
-_MEAN, _REDUCTIONS = 1, {0: " by element", 2: " summed"}
-"""Autograd's number of a loss that is a mean, and what is said of other losses, by number."""
+_NO_REDUCTION, _MEAN = 0, 1
+"""Autograd's numbers of a loss of each element, and of a loss that is a mean."""
+_REDUCTIONS = {_NO_REDUCTION: " by element", 2: " summed"}
+"""What is said of a loss that is no mean, by autograd's number."""
 _MAX_MADE_BY = 64
 """How many nodes are searched for the parameters that have made an argument."""
 
@@ -72,10 +74,16 @@ def labels_below(loss: Any, *, is_first_enough: bool) -> tuple[torch.Tensor | No
 
 
 def _function(node: Any) -> str:
-    """Return the name of the function of a loss, with its number of classes, and with how it adds up, if by no mean."""
-    scores = _saved(node, "self") if kind_of(node) == "NllLoss" else None
+    """Return the name of the function of a loss, with its number of classes, and with how it adds up, if by no mean.
+
+    A weight of each element, which may be 0, counts as a loss by element.
+    """
+    kind, reduction = kind_of(node), getattr(node, "_saved_reduction", _MEAN)
+    if kind.startswith("BinaryCrossEntropy") and _saved(node, "weight") is not None:
+        reduction = _NO_REDUCTION
+    scores = _saved(node, "self") if kind == "NllLoss" else None
     classes = "" if scores is None else f" of {scores.shape[-1]} classes"
-    return f"{kind_of(node)}{classes}{_REDUCTIONS.get(getattr(node, '_saved_reduction', _MEAN), '')}"
+    return f"{kind}{classes}{_REDUCTIONS.get(reduction, '')}"
 
 
 def wrong_argument(loss: Any) -> tuple[str, Any] | None:

@@ -109,6 +109,15 @@ def test_targets_of_other_losses_are_recorded(tmp_path: Path, loss_of: Any, name
     assert module.labels_of == name
 
 
+def test_a_weight_of_each_element_counts_as_a_loss_by_element(tmp_path: Path) -> None:
+    def weighted(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return F.binary_cross_entropy_with_logits(model(x)[:, 0], y.float(), weight=(y > 0).float())
+
+    train(net(), weighted, tmp_path)
+    (module, *_) = recorder.open_run(tmp_path).writers[0].manifest.roots[0].modules
+    assert module.labels_of == "BinaryCrossEntropyWithLogits by element"
+
+
 def test_of_losses_by_turns_it_is_not_said_which_one_has_the_labels(tmp_path: Path) -> None:
     losses = itertools.cycle([F.mse_loss, F.smooth_l1_loss])
     train(net(), lambda model, x, y: next(losses)(model(x)[:, 0], y.float()), tmp_path, num_parts=2)
@@ -301,6 +310,25 @@ def test_slices_of_one_tensor_are_one_tensor_if_they_have_the_same_elements(tmp_
                 optimizer.step()
         (module, *_) = recorder.open_run(tmp_path / name).writers[0].manifest.roots[0].modules
         assert module.given_again == (0 if name == "kept" else None)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_view_of_a_nested_tensor_as_first_argument_is_no_error(tmp_path: Path) -> None:
+    class Padded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = net()
+
+        def forward(self, rows: Tensor) -> Tensor:
+            return self.inner(rows.to_padded_tensor(0.0))  # type: ignore[no-any-return]
+
+    model = Padded()
+    rows = torch.nested.nested_tensor([torch.randn(2, 4), torch.randn(3, 4)])
+    given = rows.transpose(1, 2).transpose(1, 2)
+    assert given._base is not None
+    with recorder.attach(model, enabled=True, dir=tmp_path, rules=RULES):
+        model(given).square().mean().backward()
+    assert "hook_error" not in recorder.open_run(tmp_path).writers[0].balance.dropped
 
 
 @pytest.mark.parametrize("num_new", [0, 40])
