@@ -191,8 +191,8 @@ def test_a_detached_encoder_is_said_while_the_program_trains(tmp_path: Path) -> 
     settings = {"RECORDER": "1", "RECORDER_DIR": "runs", "RECORDER_STATUS_INTERVAL_S": "0.2"}
     lines = jobs.succeeded(jobs.program(tmp_path, "train.py", **settings)).output.splitlines()
     (said,) = (line for line in lines[: lines.index("done")] if "rank 0: " in line)
-    assert "rank 0: step 0, 'body' param weight: never had a gradient" in said
-    assert "; step 0, 'body' param weight: never had a gradient" in lines[-2]
+    assert "rank 0: since step 0, 'body' param weight: never had a gradient" in said
+    assert "; since step 0, 'body' param weight: never had a gradient" in lines[-2]
 
 
 def test_what_was_found_early_and_is_over_at_the_end_is_in_no_last_line() -> None:
