@@ -190,11 +190,13 @@ class OutlierRank(StreakRule):
         return np.where(num >= self.records, total / np.maximum(num, 1), np.inf)
 
     def what_of(self, lane: int) -> str:
-        key = self.catalog.key_of(lane)
-        of_input = ("labels" if holds_labels(key) else "inputs") if key.site == "input" else ""
+        key, both = self.catalog.key_of(lane), "the two data-parallel ranks are unlike each other"
+        if key.site != "input":
+            return both if self._most_ranks == 2 else self.what
+        given = "labels" if holds_labels(key) else "inputs"
         if self._most_ranks == 2:
-            return f"{f'the {of_input} of ' * bool(of_input)}the two data-parallel ranks are unlike each other"
-        return f"the {of_input} of the rank are unlike those of its data-parallel peers" if of_input else self.what
+            return f"the {given} of {both}"
+        return f"the {given} of the rank are unlike those of its data-parallel peers"
 
     def finding(
         self, lane: int, step: int, what: str, measure: str, value: float, threshold: float,
