@@ -55,8 +55,8 @@ def _first_nodes(loss: Any, is_passed: Callable[[Any], bool] = lambda node: True
 def labels_below(loss: Any, *, is_first_enough: bool) -> tuple[torch.Tensor | None, str, bool]:
     """Return the labels that one of the first nodes of a loss has saved for the backward, or None.
 
-    Also return the name of this function, as ``MseLoss summed`` if it takes no mean, and whether another node has
-    saved other labels, unless the first labels are enough. Only whole numbers count, which may be classes.
+    Unless the first labels are enough, also return the name of this function, as ``MseLoss summed`` if it takes no
+    mean, and whether another node has saved other labels. Only whole numbers count, which may be classes.
     """
     first, function = None, ""
     for node in _first_nodes(loss):
@@ -65,9 +65,10 @@ def labels_below(loss: Any, *, is_first_enough: bool) -> tuple[torch.Tensor | No
         elif first is None:
             if _compares_samples(node):
                 return None, "", False
-            first, function = labels, _function(node)
+            first = labels
             if is_first_enough:
                 break
+            function = _function(node)
         elif not (labels.is_floating_point() or first.is_floating_point()) and labels.data_ptr() != first.data_ptr():
             return first, function, True
     return first, function, False

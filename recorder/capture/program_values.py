@@ -459,8 +459,9 @@ class LossFinder:
                 self._misses[kind] = self._misses.get(kind, 0) + 1
             else:
                 self._misses.pop(kind, None)
-                is_whole = function.startswith(kind_of(node))
-                root.inventory.note_labels_of(function if is_whole else f"{kind_of(node)} of {function}")
+                if function:
+                    whole = kind_of(node)
+                    root.inventory.note_labels_of(function if function.startswith(whole) else f"{whole} of {function}")
                 hooked.record_labels(labels, slice_, keep)
                 if self._capture.clock.step < SHIFT_STEPS and not slice_.moment.micro_step and not has_more:
                     for name, tokens in hooked.tokens.items():
