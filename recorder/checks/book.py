@@ -28,12 +28,13 @@ from .rules import (
     no_gradient,
     parameters,
     programs,
+    updates,
     values,
 )  # fmt: skip
 
 RULES: tuple[type[CheckRule], ...] = (
     values.NonFinite, values.Skipped, curves.Jump, curves.Spike, losses.LossStuck, losses.Overfitting,
-    gradients.Vanishing, gradients.Exploding, no_gradient.NoGradient, parameters.Unchanged, parameters.Update,
+    gradients.Vanishing, gradients.Exploding, no_gradient.NoGradient, parameters.Unchanged, updates.Update,
     programs.NotOptimized, programs.NotCleared, programs.LossArgument, programs.EvaluationMode,
     programs.BatchFirst, evaluation.EvaluationOutput,
     parameters.Initialisation, activations.Dead, activations.Saturated, activations.Attention, gradients.Objectives,

@@ -71,18 +71,16 @@ class Targets:
     def num_candidates(self, root: str) -> int:
         """Return the number n of samples if the labels of a model are always 0 to n - 1, as in a contrastive loss.
 
-        Return 0 for other labels. Whole numbers with these sums, range and squares are the numbers from 0 to n - 1.
+        Return 0 for other labels.
         """
         rows = concatenate(self._first) if self._first else None
         if rows is None:
             return 0
         is_own = np.array([key.root == root for key in rows.catalog.series], np.bool_)
         rows = rows.take(is_own[rows.series])
-        num = rows["max"] + 1
-        is_pair = (rows["min"] == 0) & (rows["numel"] == num) & ~rows.are_float()
-        is_pair &= (rows["sum"] == num * (num - 1) / 2) & (rows["sum_sq"] == num * (num - 1) * (2 * num - 1) / 6)
-        sizes = {int(one) for one in num[is_pair]}
-        return sizes.pop() if is_pair.all() and len(sizes) == 1 else 0
+        are_numbers = number_the_samples(rows) & (rows["min"] == 0)
+        sizes = {int(one) for one in rows["numel"][are_numbers]}
+        return sizes.pop() if are_numbers.all() and len(sizes) == 1 else 0
 
     def loss_of_guess(self, root: str) -> tuple[float, float, str]:
         """Return bounds of the loss of a model that has learnt nothing of its inputs, and what it gives, in words.
@@ -229,6 +227,13 @@ class OtherData:
             and "int" in about.dtype and math.prod(about.shape) == num
             for key, about in series
         )  # fmt: skip
+
+
+def number_the_samples(rows: Rows) -> Flags:
+    """Return which rows are of labels that are n whole numbers, one after the other, as those of contrastive losses."""
+    low, numel = rows["min"], rows["numel"]
+    is_range = ~rows.are_float() & (rows["max"] - low + 1 == numel)
+    return np.asarray(is_range & (rows["sum"] == numel * (low + (numel - 1) / 2)))
 
 
 def are_first_arguments(rows: Rows) -> Flags:

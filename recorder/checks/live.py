@@ -39,8 +39,9 @@ from .rules.evaluation import EvaluationOutput
 from .rules.gradients import Exploding, Flip, Objectives, Vanishing
 from .rules.losses import LossStuck, Overfitting
 from .rules.no_gradient import NoGradient
-from .rules.parameters import Initialisation, Unchanged, Update
+from .rules.parameters import Initialisation, Unchanged
 from .rules.programs import PROGRAM_RULES, Clipping, EvaluationMode
+from .rules.updates import Update
 from .rules.values import NonFinite, Skipped
 from .seen_steps import NO_RECORDS, KeptSteps, SeenStep, SeenSteps
 

@@ -22,8 +22,9 @@ from recorder.checks.rules.evaluation import EvaluationOutput
 from recorder.checks.rules.gradients import Exploding, Flip, Objectives, Vanishing
 from recorder.checks.rules.losses import LossStuck, Overfitting
 from recorder.checks.rules.no_gradient import NoGradient
-from recorder.checks.rules.parameters import Initialisation, Unchanged, Update
+from recorder.checks.rules.parameters import Initialisation, Unchanged
 from recorder.checks.rules.programs import Clipping
+from recorder.checks.rules.updates import Update
 from recorder.checks.rules.values import NonFinite, Skipped
 from recorder.sites import LABELS, UPDATE
 from tests.checks.rows import Recorded

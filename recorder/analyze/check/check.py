@@ -25,8 +25,9 @@ from ...checks.rules.comparing import NEVER_HERE, RUNNING_VARIANCE, OutlierRank,
 from ...checks.rules.data import ONE_BATCH, Data
 from ...checks.rules.losses import LossStuck
 from ...checks.rules.no_gradient import NoGradient
-from ...checks.rules.parameters import Unchanged, Update
+from ...checks.rules.parameters import Unchanged
 from ...checks.rules.programs import BatchFirst, EvaluationMode, LossArgument, NotCleared, NotOptimized
+from ...checks.rules.updates import Update
 from ...checks.rules.values import NonFinite
 from ...errors import ConfigError
 from ...numerics.keys import by_key

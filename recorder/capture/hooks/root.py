@@ -42,7 +42,7 @@ from . import callbacks
 from .callbacks import CaptureForHooks, GradientSeen
 from .inventory import Inventory, depends_on_mode, ids_of
 from .jitter import JitterInputs, add_jitter
-from .module import HookedModule, StateTime
+from .module import SHIFT_STEPS, HookedModule, StateTime
 from .parameter_rows import (
     FlatParameter,
     FsdpParameter,
@@ -506,7 +506,8 @@ class Root:
                 if type(tensor) is torch.Tensor and tensor.grad_fn is not None:
                     if not tensor.dim():
                         self.capture.returned(self.name, name, tensor.grad_fn)
-                    self._may_have_labels(tensor)
+                    if current.moment.step < SHIFT_STEPS:
+                        self._may_have_labels(tensor)
                 if not current.has_gradient and requires_gradient(tensor):
                     with torch._C.DisableTorchFunctionSubclass():
                         handle = tensor.register_hook(GradientSeen(self.clock, current))

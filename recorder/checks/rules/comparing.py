@@ -12,7 +12,7 @@ from operator import attrgetter
 import numpy as np
 
 from ...system.text import number
-from ..given import are_first_arguments, holds_labels, is_of_batch
+from ..given import are_first_arguments, holds_labels, is_of_batch, number_the_samples
 from ..normal import HELD, STATISTICS, Measures, Numbers, Sizes, phase_of, steps_of
 from ..rows import Flags, Floats, Integers, Memory, Rows, SeriesKey, Spells, Streaks, began, grouped, previous
 from ..rule import CALIBRATED, CheckRule, Finding, PartsRule, Setting, Severity, StreakRule, WaitingFindings
@@ -85,7 +85,7 @@ class OutlierRank(StreakRule):
     name = "outlier_rank"
     sentence = "One rank's batch, activations, local gradients, loss or learning rate are unlike those of its peers."
     sites, columns = ("input", "output", "grad_output", "grad", "scalar"), ("sum_sq", "numel")
-    more_columns = ("min", "max")
+    more_columns = ("min", "max", "sum")
     reads_probe = True
     settings = (
         Setting("z", 8, "robust standard deviations", CALIBRATED),
@@ -121,7 +121,7 @@ class OutlierRank(StreakRule):
         is_rate = rows.where("rate", attrgetter("is_rate"))
         yield from self._judge_rates(rows.take(is_rate).by_lane())
         is_label = rows.where("labels of a batch", lambda key: is_of_batch(key) and holds_labels(key))
-        are_others = (rows["max"] - rows["min"] + 1 == rows["numel"]) | ((rows["min"] < 0) & ~rows.are_float())
+        are_others = number_the_samples(rows) | ((rows["min"] < 0) & ~rows.are_float())
         self._no_classes[rows.series[is_label & are_others]] = 1.0
         is_label &= self._no_classes[rows.series] == 0
         is_judged = ~is_rate & (rows.ranks >= 0) & (~rows.at("input") | are_first_arguments(rows) | is_label)
