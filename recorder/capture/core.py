@@ -66,7 +66,7 @@ from .local_values import (
     without_masked,
 )
 from .nonfinite import FirstNonFinite
-from .probe import MAX_COLUMNS, Probe, ProbedGroup
+from .probe import MAX_COLUMNS, Probe, ProbedGroup, SeenBefore
 from .program_values import Scalars, TapsByHand
 from .rule_commands import RuleCommands
 from .staging import copies
@@ -141,10 +141,11 @@ class Capture:
         self.probe: Probe | None = None
         """The probe, which measures one number of each value at each step. None while no ``keep=probe`` selects one."""
         self._token_blocks: TokenBlocks | None = None
+        self.saw_again: Callable[[SeenBefore, torch.Tensor, int], bool] = lambda *_: False
         self.on_probed: Callable[[ProbedStep], None] | None = None
+        """Called with the probe's numbers of each finished step. Must be set before the first value is recorded."""
         self.before_forward: Callable[[], None] | None = None
         """Is called as a forward of a root with gradients begins, on its thread."""
-        """Called with the probe's numbers of each finished step. Must be set before the first value is recorded."""
         self.scalars = Scalars(self, self.roots)
         self.add_evaluation: Callable[[Any, str], None] = self.scalars.add_evaluation
         self.returned: Callable[[str, str, Any], None] = self.scalars.returned
@@ -406,15 +407,12 @@ class Capture:
 
         self._put(MeasuredTogether(num, make, block))
 
-    def probe_again(
-        self, origin: ValuePlace, mode: str, tensor: torch.Tensor
-    ) -> Callable[[torch.Tensor, int], bool] | None:
-        """Return a function that passes new tensors of one forward value to the probe, faster than `observe` does.
+    def seen_before(self, origin: ValuePlace, mode: str, tensor: torch.Tensor) -> SeenBefore | None:
+        """Return what `saw_again` needs of a forward value, or None if the probe does not measure the value.
 
-        `tensor` is an earlier tensor of the value. The function takes a new tensor and the step. It returns False if
-        the probe has not measured the tensor; then call `observe`. Return None if the probe does not measure the value.
+        `tensor` is an earlier tensor of the value.
         """
-        return None if self.probe is None else self.probe.again(origin, mode, tensor)
+        return None if self.probe is None else self.probe.seen_before(origin, mode, tensor)
 
     def _begin_probe(self) -> Probe:
         self.probe = Probe(
@@ -424,6 +422,7 @@ class Capture:
             lambda root, text: self.rule_commands.keep_more(f"{root}: " * self.nonfinite.has_models + text),
             use_native=self.settings.native,
         )
+        self.saw_again = self.probe.saw_again
         return self.probe
 
     def _ask_probe(self, question: Callable[..., None], *arguments: int) -> None:

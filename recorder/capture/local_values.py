@@ -157,6 +157,7 @@ def merged_notes(note: str | None, more: str | None) -> str | None:
 
 PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 """The types of tensors whose values lie in the tensor's own memory, if dtype and layout permit."""
+_PLAIN = frozenset(PLAIN)
 
 DTYPES: dict[torch.dtype, str] = {
     dtype: name
@@ -187,7 +188,7 @@ def is_ordinary(tensor: torch.Tensor) -> bool:
 
 def are_plain(tensors: Iterable[torch.Tensor]) -> bool:
     """Whether all tensors have a type of `PLAIN`. There may be thousands, so no Python code runs for each."""
-    return all(map(PLAIN.__contains__, map(type, tensors)))
+    return _PLAIN.issuperset(map(type, tensors))
 
 
 def are_ordinary(tensors: Sequence[torch.Tensor]) -> bool:

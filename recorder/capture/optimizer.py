@@ -135,6 +135,8 @@ class OptimizerHooks:
         self._unknown: dict[int, weakref.ref[torch.Tensor]] = {}
         self._probed: dict[int, _Probed] = {}
         """By optimizer id, what the probe knows of the optimizer, which may have no hash and so cannot be a key."""
+        self._measured_whole = 0
+        """The id of the optimizer of the step under way if every parameter of it was measured with one call, else 0."""
         self._late: dict[int, weakref.ref[torch.Tensor]] = {}
         """By id, parameters first seen after this step's scan of the modules. The next scan looks for their modules."""
         self._learned_at = -1
@@ -244,6 +246,8 @@ class OptimizerHooks:
 
     def has_root(self, optimizer: Optimizer) -> bool:
         """Whether every parameter of an optimizer is in a root (a model under hooks)."""
+        if self._measured_whole == id(optimizer):
+            return True
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 rows = self._rows.get(id(parameter))  # repeats `_rows_of`, whose call costs time at every step
@@ -448,6 +452,7 @@ class OptimizerHooks:
         """Record the parameters and final gradients of one optimizer. Once a step, also record the buffers."""
         capture = self._capture
         self.looks.at_gradients(optimizer)
+        self._measured_whole = 0
         at = StateTime(StepPosition(capture.clock.step, None, "train"), "optimizer", 0)
         repeats = self._repeats_at("grad")
         note = '{"grad":"scaled"}' if getattr(optimizer, "grad_scale", None) is not None else None
@@ -514,6 +519,7 @@ class OptimizerHooks:
             if group.may_record(tensors) and (len(tensors) == len(locals_) or not any(group.keeps)):
                 is_known = probe.saw_group(group, tensors, at, moment)
             if is_known:
+                self._measured_whole = id(optimizer)
                 counts = _next_repeats(repeats, parameters, len(locals_))
                 if any(group.keeps):
                     capture.observe_known(group, tensors, counts, moment)

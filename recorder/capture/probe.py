@@ -23,7 +23,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from itertools import accumulate, compress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -151,6 +150,14 @@ class ProbedGroup(NamedTuple):
         return addresses(self.values, tensors, lie_fit if self.tensors is not None else None)
 
 
+class SeenBefore(NamedTuple):
+    """A forward's value that `Probe.saw` has measured, for `Probe.saw_again`."""
+
+    column: int
+    dtype: torch.dtype
+    plan: HostMeasure
+
+
 class SeenAlone(NamedTuple):
     """A value that was measured by itself, in a `Probe.learning` block."""
 
@@ -275,22 +282,18 @@ class Probe:
         self._tell_trouble(origin, moment, is_nan=num_nan > 0)
         return keep | KEEP_STATS
 
-    def again(self, origin: ValuePlace, mode: str, tensor: torch.Tensor) -> Callable[[torch.Tensor, int], bool] | None:
-        """Return a fast form of `saw` for a forward's value that `saw` has measured, or None for one on a device.
-
-        The function takes a new tensor and the step. If the tensor does not fit or is not finite, the function measures
-        nothing and returns False.
-        """
+    def seen_before(self, origin: ValuePlace, mode: str, tensor: torch.Tensor) -> SeenBefore | None:
+        """Return what `saw_again` needs of a forward's value that `saw` has measured, or None for one on a device."""
         column = self._by_key.get((origin, "forward", mode))
         plan = self._plans.get((tensor.dtype, tensor.numel()))
-        if column is None or plan is None:
-            return None
-        return partial(self._saw_again, column, tensor.dtype, plan, plan.kernels.summing_squares(plan.loops))
+        return None if column is None or plan is None else SeenBefore(column, tensor.dtype, plan)
 
-    def _saw_again(
-        self, column: int, dtype: torch.dtype, plan: HostMeasure, squares: Callable[[int], float], tensor: torch.Tensor,
-        step: int,
-    ) -> bool:  # fmt: skip
+    def saw_again(self, known: SeenBefore, tensor: torch.Tensor, step: int) -> bool:
+        """Do what `saw` does, for a new tensor of a value that `saw` has measured in this mode.
+
+        If the tensor does not fit or is not finite, measure nothing and return False.
+        """
+        column, dtype, plan = known
         loops = plan.loops
         items = loops.items
         if (
@@ -307,7 +310,7 @@ class Probe:
         ):
             return False
         is_quick = items < _QUICK_ITEMS or (items * loops.item_bytes <= _HELD_BYTES and torch.get_num_threads() == 1)
-        total = squares(at) if is_quick else self._squares_at(at, plan)
+        total = plan.squares(at) if is_quick else self._squares_at(at, plan)
         if not total < math.inf:
             return False
         self._sums[column] += total

@@ -28,7 +28,7 @@ class Slice:
     program switches between slices of a step, as from training to `no_grad` and back. `key` is a module or tap.
     """
 
-    __slots__ = ("_first_calls", "_graphless", "_more_calls", "has_gradient", "moment", "num_calls", "used")
+    __slots__ = ("_graphless", "_more_calls", "_recomputed", "called", "has_gradient", "moment", "num_calls", "used")
 
     def __init__(self, moment: StepPosition) -> None:
         self.moment = moment
@@ -37,8 +37,10 @@ class Slice:
         """The number of calls of the model."""
         self.used: set[int] = set()
         """Ids of parameters that the forward has used, for which no local gradient has arrived yet."""
-        self._first_calls: dict[str, dict[Hashable, object]] = {"forward": {}, "recompute": {}}
-        """By phase, the modules and taps called so far. The values are of a type that the garbage collector skips."""
+        self.called: dict[Hashable, object] = {}
+        """The modules and taps called so far. The values are of a type that the garbage collector skips."""
+        self._recomputed: dict[Hashable, object] = {}
+        """The modules and taps called so far in a recompute."""
         self._more_calls: defaultdict[tuple[str, Hashable], count[int]] = defaultdict(lambda: count(1))
         """The counters of calls after the first one, by phase and key. Two threads never get equal numbers."""
         self._graphless: dict[Hashable, dict[int, int]] = {}
@@ -47,7 +49,7 @@ class Slice:
     def enter(self, phase: str, key: Hashable) -> int:
         """Count a beginning call of a module or tap, and return its index."""
         mine = object()
-        is_first = self._first_calls[phase].setdefault(key, mine) is mine
+        is_first = (self.called if phase == "forward" else self._recomputed).setdefault(key, mine) is mine
         return 0 if is_first else next(self._more_calls[phase, key])
 
     def new_graph(self, phase: str, key: Hashable, call: int, *, with_grad: bool) -> tuple[int, int] | None:

@@ -64,7 +64,7 @@ class RuleSelection:
         """The rule sets with a rule that has patterns of names, or that is a default rule."""
         self._of_units: set[int] = set()
         """The rule sets that keep sums over units (neurons or channels) at some step."""
-        self._first_calls: dict[tuple[int, int | None, int], int] = {}
+        self.first_calls: dict[tuple[int, int | None, int], int] = {}
         """The masks of first calls at the current step, by rule set, micro-step and call."""
         self._masks_of_first_call: tuple[int, ...] = ()
         """What `masks_of_first_call` returns; shorter than `masks` if it must be made anew."""
@@ -174,7 +174,7 @@ class RuleSelection:
         `micro_step` is None for a value that belongs to the step as a whole, such as a gradient after its accumulation.
         """
         key = rule_set, micro_step, call
-        mask = self._first_calls.get(key)
+        mask = self.first_calls.get(key)
         if mask is None:
             rules = ((i, self._rules[i]) for i in self._members[rule_set])
             mask = self._mask(
@@ -185,7 +185,7 @@ class RuleSelection:
                 )
             )
             if call < _FIRST_CALLS and (micro_step or 0) < _FIRST_MICRO_STEPS:
-                self._first_calls[key] = mask
+                self.first_calls[key] = mask
         return mask
 
     def _mask(self, members: tuple[int, ...]) -> int:
@@ -201,7 +201,7 @@ class RuleSelection:
         if active == self._active and self.has_ring == self._had_ring:
             return
         self._active, self._had_ring = active, self.has_ring
-        self._first_calls.clear()
+        self.first_calls.clear()
         self.masks[:] = [self._mask(members) for members in self._members]
         self._masks_of_first_call = ()
 

@@ -50,6 +50,9 @@ class CaptureForHooks(Protocol):
     has_seen_forward: bool
     every_call_is_a_step: bool
     before_forward: Callable[[], None] | None
+    saw_again: Callable[[Any, torch.Tensor, int], bool]
+    """Passes a new tensor of a forward value to the probe, faster than `observe` does. Takes the result of
+    `seen_before`, the tensor and the step. Returns False if the probe has not measured it; then call `observe`."""
     lost: Callable[[], object]
     """The function that counts a value as lost. It needs no stack and no memory."""
     add_evaluation: Callable[[Any, str], None]
@@ -62,9 +65,7 @@ class CaptureForHooks(Protocol):
     def observe(
         self, seen: SeenValue, keep: int, tensor: torch.Tensor, put: Callable[[Staged], None] | None = None
     ) -> None: ...
-    def probe_again(
-        self, origin: ValuePlace, mode: str, tensor: torch.Tensor
-    ) -> Callable[[torch.Tensor, int], bool] | None: ...
+    def seen_before(self, origin: ValuePlace, mode: str, tensor: torch.Tensor) -> Any: ...
     def site_failed(self, origin: ValuePlace, error: Exception) -> bool: ...
     def keep_leaf_hook(self, handle: Any) -> None: ...
     def token_blocks(self) -> TokenBlocks: ...
@@ -81,6 +82,7 @@ class CalledRoot(Protocol):
     """The members of `Root` that hooks and hooked modules need. `Root` describes each."""
 
     capture: CaptureForHooks
+    clock: RootClock
     name: str
     marked_ranks: tuple[int, ...]
     is_over_meshes: bool

@@ -34,7 +34,9 @@ from .calls import record_call
 
 _Call = tuple[Slice, str, int, "tuple[int, int] | None"]
 """A call of a module: `Slice` (the model's forward and backward), phase, call index, `Slice.new_graph`'s result."""
-_UNKNOWN = None, NOTHING, False
+_Usual = tuple[int, bool, int, Any]
+"""Of an output that is one tensor: its rule set, whether a rule of the set is limited to some calls, the rule set of
+its gradient, and what `seen_before` has returned."""
 _MAX_LEAVES = 4096
 SHIFT_STEPS = 3
 """At so many first steps, labels are compared with the tokens of the model's first argument."""
@@ -44,6 +46,7 @@ _OVER_TIME = (nn.RNNBase, nn.MultiheadAttention)
 """The modules whose attribute `batch_first` says which dim of the input is the time."""
 _numbers = itertools.count(1)
 _is_compiling = torch.compiler.is_compiling
+_graph_task = torch._C._current_graph_task_id
 
 
 def _are_tokens(tensor: torch.Tensor) -> bool:
@@ -88,6 +91,7 @@ class HookedModule:
         "_resting",
         "_signature",
         "_tapped_slice",
+        "_usual",
         "_wants_local",
         "capture",
         "class_name",
@@ -129,9 +133,10 @@ class HookedModule:
         self._disarmed: tuple[str, ...] = ()
         self.rule_sets = self._find_rule_sets()
         self._leaves: dict[tuple[str, str], tuple[ValuePlace, int]] = {}
-        self._again: dict[str, tuple[Callable[[torch.Tensor, int], bool], int, bool]] = {}
-        """By mode, for an output that is one tensor: the function from `probe_again`, the output's rule set, and
-        whether a rule of the set is limited to some calls."""
+        self._again: dict[str, Any] = {}
+        """By mode, for an output that is one tensor: what `seen_before` has returned."""
+        self._usual: _Usual | None = None
+        """What `usual_call` needs. None until a call in training has shown it."""
         self._open_calls: dict[int, list[_Call]] = {}
         """By thread, the module's calls that have begun and not returned: several if the module calls itself."""
         self.has_entered = self.has_graph = self.has_trained = False
@@ -218,6 +223,7 @@ class HookedModule:
     def _forget_leaves(self) -> None:
         self._leaves.clear()
         self._again.clear()
+        self._usual = None
 
     def _leaf(self, site: str, name: str) -> tuple[ValuePlace, int]:
         """Return a value's origin (module, site and name), and the rule set that selects the value. Both are cached."""
@@ -381,19 +387,52 @@ class HookedModule:
             self.capture.token_blocks().call_ends(self._leaf("input", "")[0], slice_.moment, leaves)
 
     def _see_by_probe(self, output: torch.Tensor, entered: _Call) -> None:
-        """Pass an output that only ``keep=probe`` wants to the probe, by `probe_again`'s function if there is one."""
-        moment, call = entered[0].moment, entered[2]
-        again, rule_set, is_limited = self._again.get(moment.mode, _UNKNOWN)
+        """Pass an output that only ``keep=probe`` wants to the probe, by its fast form if it has seen the output."""
+        capture, moment, call = self.capture, entered[0].moment, entered[2]
+        origin, rule_set = self._leaf("output", "")
+        again = self._again.get(moment.mode)
         if again is not None:
-            capture, micro_step = self.capture, moment.micro_step
-            if not (capture.keep_of(rule_set, micro_step, call) if is_limited else capture.masks[rule_set]):
+            if not capture.keep_of(rule_set, moment.micro_step, call):
                 return
-            if not self.root.is_over_meshes and again(output, moment.step):
+            if not self.root.is_over_meshes and capture.saw_again(again, output, moment.step):
                 return
         self._see("output", "", output, entered, KEEP_PROBE, 0)
-        origin, rule_set = self._leaf("output", "")
-        if self._cut is None and (again := self.capture.probe_again(origin, moment.mode, output)) is not None:
-            self._again[moment.mode] = again, rule_set, rule_set in self.capture.selection.limited
+        if self._cut is None and (again := capture.seen_before(origin, moment.mode, output)) is not None:
+            self._again[moment.mode] = again
+            if moment.mode == "train" and self.pre_hook is None and self.has_graph:
+                is_limited = rule_set in capture.selection.limited
+                self._usual = rule_set, is_limited, self.rule_sets["grad_output"], again
+
+    def usual_call(self, output: Any) -> bool:
+        """Do what `after_forward` does for an output in training that only the probe wants, as at most steps.
+
+        If the call is another one, or not the first one in a micro-step, do nothing and return False.
+        """
+        usual, capture, slice_ = self._usual, self.capture, self.root.clock.of_thread.active
+        if usual is None or slice_ is None or type(output) is not torch.Tensor:
+            return False
+        rule_set, is_limited, of_gradient, again = usual
+        selection, masks, (step, micro_step, mode) = capture.selection, capture.masks, slice_.moment
+        if is_limited:
+            keep = selection.first_calls.get((rule_set, micro_step, 0))
+        else:
+            keep = masks[rule_set]
+        if (
+            keep != KEEP_PROBE
+            or mode != "train"
+            or micro_step is None
+            or masks is not selection.masks
+            or masks[of_gradient]
+            or self._tapped_slice is not None
+            or self.root.is_over_meshes
+            or capture.is_in_stage
+            or _graph_task() != -1
+            or self._call_key in slice_.called
+            or not capture.saw_again(again, output, step)
+        ):
+            return False
+        slice_.enter("forward", self._call_key)
+        return True
 
     def _see(
         self, site: str, name: str, tensor: torch.Tensor, entered: _Call, value_mask: int, gradient_mask: int
@@ -598,6 +637,8 @@ class AfterForward(NumberedHook):
                 return
             hooked = MODULES.get(self.number)
             if hooked is None or hooked.module() is not module or is_traced():
+                return
+            if hooked.usual_call(output):
                 return
             if is_tapped(module) and in_functorch():
                 return  # the op records the plain tensor inside this subclass
