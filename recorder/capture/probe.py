@@ -50,7 +50,7 @@ from ..records import (
 from ..sites import AT_LEAST, PROBE, UPDATE, may_mask, may_overflow
 from ..system.text import value_in_words
 from .device_probe import DeviceProbe, NormsOnWay, ProbedValue, SeenOnDevice
-from .local_values import DTYPES, are_ordinary, are_plain, is_like_subclass, lie_strided
+from .local_values import DTYPES, are_ordinary, are_plain, lie_strided
 
 if TYPE_CHECKING:
     from .staging.measure import HostMeasure
@@ -296,21 +296,21 @@ class Probe:
         column, dtype, plan = known
         loops = plan.loops
         items = loops.items
-        if (
-            tensor.dtype is not dtype
-            or tensor.numel() != items
-            or not tensor.is_cpu
-            or is_like_subclass(tensor)
-            or tensor.layout is not _strided
-            or tensor.is_nested
-            or not tensor.is_contiguous()
-            or tensor.storage_offset()  # the storage of a tensor with an offset may have been freed
-            or not (at := tensor.data_ptr())
-            or self._seen
-        ):
+        try:
+            if (
+                tensor.dtype is not dtype
+                or tensor.numel() != items
+                or not tensor.is_cpu
+                or not tensor.is_contiguous()
+                or tensor.storage_offset()  # the storage of a tensor with an offset may have been freed
+                or not (at := tensor.data_ptr())
+                or self._seen
+            ):
+                return False
+        except RuntimeError:  # a sparse tensor, or one of functorch's
             return False
         is_quick = items < _QUICK_ITEMS or (items * loops.item_bytes <= _HELD_BYTES and torch.get_num_threads() == 1)
-        total = plan.squares(at) if is_quick else self._squares_at(at, plan)
+        total = plan.squares(plan.shape, at) if is_quick else self._squares_at(at, plan)
         if not total < math.inf:
             return False
         self._sums[column] += total

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
@@ -222,7 +223,9 @@ class Scalars:
     def _record(
         self, name: str, value: Any, keep: int, step: int, root_name: str | None = None, note: str | None = None
     ) -> None:
-        if not isinstance(value, torch.Tensor):
+        if type(value) is float:
+            value = torch.from_numpy(np.array(value))  # `torch.tensor` takes five times as long
+        elif not isinstance(value, torch.Tensor):
             kind = torch.int64 if isinstance(value, int) and not isinstance(value, bool) else torch.float64
             value = torch.tensor(value, dtype=kind, device="cpu")
         elif value.dim() and value.numel() == 1:

@@ -14,7 +14,7 @@ import re
 import struct
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import repeat
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -240,8 +240,11 @@ class Kernels:
         for squares in (self._squares, self._squares_held):
             squares.argtypes = (pointer, number, pointer, pointer)
             squares.restype = ctypes.c_double
-        self._squares_at_held = held.recorder_native_squares_at
-        self._squares_at_held.argtypes, self._squares_at_held.restype = (pointer, pointer), ctypes.c_double
+        self.squares_held: Callable[[bytes, int], float] = held.recorder_native_squares_at
+        """Takes `shape_of` and an address, and returns what `sum_of_squares` does, in half of the time. It runs on one
+        thread, with the interpreter's lock held."""
+        held.recorder_native_squares_at.argtypes = pointer, pointer
+        held.recorder_native_squares_at.restype = ctypes.c_double
         self._squares_of_many = library.recorder_native_squares_of_many
         self._squares_of_many_held = held.recorder_native_squares_of_many
         for squares in (self._squares_of_many, self._squares_of_many_held):
@@ -313,13 +316,9 @@ class Kernels:
         scratch = self._of_thread.at_least(plan.items // _CHUNK_ITEMS * 8 + 8) if run else 0
         return float(squares(measuring, num_threads, run, scratch))
 
-    def summing_squares(self, plan: LoopsPlan) -> Callable[[int], float]:
-        """Return a function that takes an address and returns what `sum_of_squares` does, in half of the time.
-
-        The function runs on one thread, with the interpreter's lock held. The caller keeps `plan`.
-        """
-        shape = _MEASURING.pack(0, plan.items, plan.kind, plan.table_address, 0, 0, 0)
-        return partial(self._squares_at_held, shape)
+    def shape_of(self, plan: LoopsPlan) -> bytes:
+        """Return the first argument of `squares_held`. The caller keeps `plan`."""
+        return _MEASURING.pack(0, plan.items, plan.kind, plan.table_address, 0, 0, 0)
 
     def sums_of_squares(
         self, at: Sequence[int], tensors: ManyTensors, *, num_threads: int = 1, held_bytes: int = HELD_BYTES

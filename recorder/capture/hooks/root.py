@@ -22,6 +22,7 @@ from ...rules import Rule
 from ...sites import GRADIENT_OF, HELD_BY_MODULES, full_name, is_labels
 from ...system.processes import comes_from_signal_handler
 from ...taps import module_taps
+from ...taps.graphs import is_traced
 from ...taps.instrument import has_tap, where_of
 from ...taps.module_taps import Where
 from ..groups import (
@@ -441,7 +442,7 @@ class Root:
         """Begin a call of the root. `module` is the entry module, at which the call begins."""
         if torch._C._current_graph_task_id() != -1:
             return
-        self.thread = threading.get_ident()
+        thread = self.thread = threading.get_ident()
         root_calls = self.capture.root_calls
         if root_calls.depth == 1 and root_calls.outermost is self and self.is_entered_at(module):
             root_calls.depth = 0  # the last call was interrupted, as by Ctrl-C in a notebook
@@ -469,6 +470,9 @@ class Root:
             is_first_call=self.num_calls == 0,
             is_stage=stage is not None,
         )
+        slice_ = self.clock.of_thread.active
+        if slice_ is not None and slice_.moment.mode == "train" and stage is None:
+            self.clock.usual = None if self.is_over_meshes or is_traced() else (slice_, thread)
         if self.clock.is_called_unevenly:
             self.inventory.note_uneven_calls()
         if self.clock.num_graphless == _LIKE_VALIDATION or (self._is_validated_training and self.clock.has_evaluated):
