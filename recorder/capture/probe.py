@@ -123,6 +123,7 @@ _HELD_BYTES = 1 << 22
 _QUICK_ITEMS = 2 * ITEMS_OF_THREAD
 """A value with fewer elements is measured by one thread, however many threads there are."""
 _strided = torch.strided
+_sum = np.add.reduce
 _dtype, _shape, _is_cpu = map(operator.attrgetter, ("dtype", "shape", "is_cpu"))
 
 
@@ -396,7 +397,7 @@ class Probe:
         sums = self.kernels.sums_of_squares(
             at, group.tensors, num_threads=torch.get_num_threads(), held_bytes=_HELD_BYTES
         )
-        if not np.isfinite(sums.sum()):
+        if not math.isfinite(_sum(sums)):
             return False
         self._together.append((group.columns, sums, group.numels))
         self._has_values = True
@@ -422,13 +423,13 @@ class Probe:
         self, values: Sequence[ProbedValue], columns: npt.NDArray[np.int64], sums: npt.NDArray[np.float64],
         numels: npt.NDArray[np.float64], moment: StepPosition,
     ) -> None:  # fmt: skip
-        """Count an update. `sums` has the sum of squares of the changes of each parameter's sampled elements."""
-        if not np.isfinite(sums.sum()):  # the next row of the parameter shows the non-finite update
+        """Count an update. `sums` has the sum of squares of the changes, as if all elements had been sampled."""
+        if not math.isfinite(_sum(sums)):  # the next row of the parameter shows the non-finite update
             is_finite = np.isfinite(sums)
             for i in np.flatnonzero(~is_finite).tolist():
                 self._spoilt[values[i].column] = SeenOnDevice(values[i], moment, 0, False), bool(np.isnan(sums[i]))
             columns, sums, numels = columns[is_finite], sums[is_finite], numels[is_finite]
-        self._together.append((columns, sums * np.maximum(numels / SAMPLED, 1.0), numels))
+        self._together.append((columns, sums, numels))
         self._has_values = True
         self._step = moment.step
 

@@ -34,7 +34,8 @@ class Updates:
         self._is_param: list[bool] = []
         """For each value of the group, whether it is a parameter that can be sampled."""
         self._columns = np.zeros(0, np.int64)
-        self._numels = np.zeros(0)
+        self._numels = self._times = np.zeros(0)
+        """For each parameter, the number of elements, and how many elements each sampled one stands for."""
         self._many: ManyTensors | None = None
         """The input of the compiled loops that sample parameters in host memory. None for parameters on a device."""
         self._before: npt.NDArray[np.float64] | list[torch.Tensor] | None = None
@@ -89,6 +90,7 @@ class Updates:
         self._group, self._values, self._many = group, values, None
         self._columns = np.array([one.column for one in values], np.int64)
         self._numels = np.array([one.numel for one in values], np.float64)
+        self._times = np.maximum(self._numels / SAMPLED, 1.0)
         if group.tensors is not None:
             self._many = ManyTensors(list(compress(group.tensors.plans, self._is_param)))
 
@@ -110,7 +112,7 @@ class Updates:
                 before = self._before = np.zeros(sum(min(one.numel, SAMPLED) for one in self._values))
             sums = kernels.moved(self._at, self._many, before)
             if moment is not None:
-                self._probe.saw_updates(self._values, self._columns, sums, self._numels, moment)
+                self._probe.saw_updates(self._values, self._columns, sums * self._times, self._numels, moment)
         elif not self._probe.is_free(tensors[0]):
             self._before = None
         else:

@@ -380,12 +380,18 @@ class Memory:
         self._values = np.zeros(0)
 
     def __getitem__(self, lanes: Integers) -> Floats:
-        self._grow(lanes)
-        return self._values[lanes]
+        try:
+            return self._values[lanes]
+        except IndexError:
+            self._grow(lanes)
+            return self._values[lanes]
 
     def __setitem__(self, lanes: Integers, values: Floats | float) -> None:
-        self._grow(lanes)
-        self._values[lanes] = values
+        try:
+            self._values[lanes] = values
+        except IndexError:  # nothing was set
+            self._grow(lanes)
+            self._values[lanes] = values
 
     def sums(self, lanes: Integers, values: Floats) -> Floats:
         """Add values to their lanes, and return each lane's sum up to each row. The rows are sorted by lane."""
@@ -398,9 +404,8 @@ class Memory:
         return float(self._values[lane]) if lane < len(self._values) else self._initial
 
     def _grow(self, lanes: Integers) -> None:
-        missing = int(lanes.max(initial=-1)) + 1 - len(self._values)
-        if missing > 0:
-            self._values = np.append(self._values, np.full(max(missing, len(self._values)), self._initial))
+        missing = int(lanes.max()) + 1 - len(self._values)
+        self._values = np.append(self._values, np.full(max(missing, len(self._values)), self._initial))
 
 
 def as_exact_floats(hashes: npt.NDArray[np.uint64]) -> Floats:

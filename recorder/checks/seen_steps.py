@@ -148,7 +148,8 @@ class KeptSteps:
         """By the number of steps before it. The programs that never count steps have one step number."""
         self._num_seen = 0
         self._telling: list[SeenStep] = []
-        self._last: deque[SeenStep] = deque(maxlen=_NUM_LAST)
+        self._last: deque[SeenStep] = deque()
+        self._num_rows_of_last = 0
         self._one_of = 1
         """Of the other steps, one of so many is kept. A power of two."""
         self._num_rows = 0
@@ -163,8 +164,9 @@ class KeptSteps:
         """Keep the next steps. If they are too many, half of all are dropped, and half of those that follow."""
         for one in steps:
             self._last.append(one)
-            while len(self._last) > 1 and sum(map(_num_rows_of, self._last)) > _MAX_ROWS // 4:
-                self._last.popleft()
+            self._num_rows_of_last += _num_rows_of(one)
+            while len(self._last) > 1 and (len(self._last) > _NUM_LAST or self._num_rows_of_last > _MAX_ROWS // 4):
+                self._num_rows_of_last -= _num_rows_of(self._last.popleft())
             seen = np.flatnonzero(one.probed.numels)
             is_telling = self._of_probe.has_news(seen, one.probed.sums[seen])
             is_telling |= self._of_records.has_news(one.records[:, 0].astype(np.int64), one.records[:, _SUM_SQ])
@@ -189,15 +191,16 @@ class _Zeros:
     """Remembers of each value whether it was ever zero in all elements, and whether it was ever not."""
 
     def __init__(self) -> None:
-        self._was_zero, self._was_other = Memory(0.0), Memory(0.0)
+        self._was = Memory(0.0)
+        """At twice a value's number, 1 if the value was ever zero; at the next place, 1 if it was ever not."""
 
     def has_news(self, values: Integers, sums: Floats) -> bool:
         """Take the sums of squares of some values. Return whether a value is zero, or is not, for the first time."""
-        is_zero = sums == 0
-        is_new = np.where(is_zero, self._was_zero[values], self._was_other[values]) == 0
-        self._was_zero[values[is_zero]] = 1.0
-        self._was_other[values[~is_zero]] = 1.0
-        return bool(is_new.any())
+        places = 2 * values + (sums != 0)
+        is_new = not self._was[places].all()
+        if is_new:
+            self._was[places] = 1.0
+        return is_new
 
 
 def _num_rows_of(one: SeenStep) -> int:
