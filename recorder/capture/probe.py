@@ -302,6 +302,7 @@ class Probe:
                 tensor.dtype is not dtype
                 or tensor.numel() != items
                 or not tensor.is_cpu
+                or tensor.is_nested
                 or not tensor.is_contiguous()
                 or tensor.storage_offset()  # the storage of a tensor with an offset may have been freed
                 or not (at := tensor.data_ptr())
