@@ -161,31 +161,42 @@ class Data(CheckRule):
         changed = {one for lane, one in enumerate(of_lane) if self._num_new.of(lane) > 1}
         full = {of_lane[lane] for lane, one in self._held if one.what == _AGAIN} - changed
         for lane, one in self._held:
-            root = self.catalog.modules.get((of_lane[lane][0], ""))
             is_void = one.what == _SAME_LABELS and (of_lane[lane] in full or self._numbered.of(lane) == 1)
             is_void |= one.what == _SAME_LABELS and self._reordered.of(lane) > one.first_step
             is_void |= one.what.startswith(_ONE_CLASS) and lane in are_sorted
             is_void |= one.what in (_ONE_CLASS, ALL_IGNORED) and self._mixed.of(lane) > one.first_step
-            given = None if root is None else root.given_again
-            is_kept = given is not None and (of_lane[lane] not in changed or given <= one.first_step)
-            num_samples = next(iter(self.catalog.about_of(lane).shape), 0)
-            is_whole = root is not None and num_samples in root.whole_sets and of_lane[lane] not in changed
-            is_meant = (is_kept or is_whole) and one.what in (_AGAIN, _SAME_LABELS)
-            severity = Severity.NOTE if is_meant else one.severity
             if not is_void:
-                more = _FULL_BATCH * (one.what == _AGAIN and of_lane[lane] in full)
-                if one.what == _AGAIN and (is_meant or (more and self._is_shuffled(lane, one.first_step))):
-                    more = _KEPT if is_kept else _WHOLE if is_whole else _SHUFFLED
-                    severity, one = Severity.NOTE, one._replace(advice=_MEANT)
-                if one.what == _SAME_LABELS and self._are_of_episode(lane):
-                    severity, one = Severity.NOTE, one._replace(advice=_EPISODE)
-                if one.what.startswith(_ONE_CLASS):
-                    one = one._replace(advice=_SHUFFLE)
-                if one.what.startswith(_ONE_CLASS) and self._are_ranked(lane):
-                    severity, more = Severity.NOTE, _RANKED
-                elif one.what == _ONE_CLASS and root is not None and root.has_many_labels:
-                    severity, more = Severity.NOTE, _OF_SEVERAL
-                yield one._replace(severity=severity, what=one.what + more)
+                changes, is_full = of_lane[lane] in changed, of_lane[lane] in full
+                yield self._in_context(lane, one, changes=changes, is_full=is_full)
+
+    def _in_context(self, lane: int, one: Finding, *, changes: bool, is_full: bool) -> Finding:
+        """Return a held finding as a note where what it reports may be meant, with advice for its kind.
+
+        `changes` and `is_full` say whether the inputs of the rank change, and whether they are one batch again.
+        """
+        root = self.catalog.modules.get((self.catalog.key_of(lane).root, ""))
+        given = None if root is None else root.given_again
+        is_kept = given is not None and (not changes or given <= one.first_step)
+        num_samples = next(iter(self.catalog.about_of(lane).shape), 0)
+        is_whole = root is not None and num_samples in root.whole_sets and not changes
+        is_meant, more = is_kept or is_whole, ""
+        if one.what == _AGAIN:
+            more = _FULL_BATCH * is_full
+            if is_meant or (is_full and self._is_shuffled(lane, one.first_step)):
+                more = _KEPT if is_kept else _WHOLE if is_whole else _SHUFFLED
+                one = one._replace(severity=Severity.NOTE, advice=_MEANT)
+        elif one.what == _SAME_LABELS:
+            if is_meant:
+                one = one._replace(severity=Severity.NOTE)
+            if self._are_of_episode(lane):
+                one = one._replace(severity=Severity.NOTE, advice=_EPISODE)
+        elif one.what.startswith(_ONE_CLASS):
+            one = one._replace(advice=_SHUFFLE)
+            if self._are_ranked(lane):
+                one, more = one._replace(severity=Severity.NOTE), _RANKED
+            elif one.what == _ONE_CLASS and root is not None and root.has_many_labels:
+                one, more = one._replace(severity=Severity.NOTE), _OF_SEVERAL
+        return one._replace(what=one.what + more)
 
     def _in_order(self) -> Iterator[Finding]:
         """Report, on rank 0, batches that come in the same order in each epoch. A shorter cycle is another finding."""

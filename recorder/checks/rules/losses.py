@@ -188,27 +188,32 @@ class LossStuck(CurveRule):
             return
         (means, shown, _), curves, moved = found[0], next(iter(losses.values())), self._moves.total
         still, fall = moved < self.thresholds["moved"], float((means[0] - min(means)) / abs(np.mean(means)))
-        what = f"the loss has not fallen beyond its noise, and the weights {'hardly ' * (moved < _HARDLY)}move"
-        has_fallen = any(has_fallen for _, _, has_fallen in found)
-        if has_fallen:
-            began_with, *guesses = (self._guess(mean, curves[0]) for mean in means)
-            is_at_guess = all(guesses) and (began_with or means[0] > means[1])
-            num = self._num_classes(self.keys[curves[0]].root)
-            is_above = num > 1 and math.log(num) - GUESSED < min(means[1:]) and means[-1] < 2 * math.log(num)
-            if len(found) > 1 or not (is_at_guess or is_above):
+        what, measure = self._by_guessing(means, curves[0]), ""
+        details = [f"its quarters are {', '.join(map(number, means))}"]
+        if any(has_fallen for _, _, has_fallen in found):
+            if len(found) > 1 or not what:
                 return
-            verb = "has hardly left" if began_with else "stays at"  # the first outputs may be sure and wrong
-            guess = guesses[-1] if is_at_guess else f"each of {num} classes the same probability"
-            verb = verb if is_at_guess else "never gets below"
-            still, what = False, f"the loss {verb} that of a model that gives {guess}"
+            still = False
+        else:
+            what = f"the loss has not fallen beyond its noise, and the weights {'hardly ' * (moved < _HARDLY)}move"
+            measure = "fall of the loss"
+            details += [f"a fall by {number(100 * shown)} % would show", self._told_guess(means[-1], curves[0])]
+        details.append(f"the lengths of all updates add up to {number(moved)} times the norm of the weights")
         lane, ranks = self.lanes[curves[0]], tuple(sorted({self.keys[curve].rank for curve in curves} - {-1}))
-        measure = "" if has_fallen else "fall of the loss"
         one = self.finding(lane, self.step, what, measure, fall, shown, Severity(int(still)))
-        detail = f"its quarters are {', '.join(map(number, means))}"
-        detail += "" if has_fallen else f"; a fall by {number(100 * shown)} % would show"
-        moved_in_words = f"the lengths of all updates add up to {number(moved)} times the norm of the weights"
-        details = filter(None, (detail, "" if has_fallen else self._told_guess(means[-1], curves[0]), moved_in_words))
-        yield self.among_rivals(int(curves[0]), one._replace(ranks=ranks, detail="; ".join(details)))
+        yield self.among_rivals(int(curves[0]), one._replace(ranks=ranks, detail="; ".join(filter(None, details))))
+
+    def _by_guessing(self, means: list[float], curve: int) -> str:
+        """Say that a loss is never below that of a model that guesses. Return "" if it is. `means` are of quarters."""
+        began_with, *guesses = (self._guess(mean, curve) for mean in means)
+        if all(guesses) and (began_with or means[0] > means[1]):
+            verb, guess = "has hardly left" if began_with else "stays at", guesses[-1]  # it may begin sure and wrong
+        else:
+            num = self._num_classes(self.keys[curve].root)
+            if num < 2 or math.log(num) - GUESSED >= min(means[1:]) or means[-1] >= 2 * math.log(num):
+                return ""
+            verb, guess = "never gets below", f"each of {num} classes the same probability"
+        return f"the loss {verb} that of a model that gives {guess}"
 
     def _guess(self, loss: float, curve: int) -> str:
         """Say what a model gives that has learnt nothing of its inputs and has this loss. Return "" for another loss.
