@@ -163,7 +163,7 @@ class RootClock:
         """`active` is the slice (a forward and its backward) of this thread's running call of the model, or None."""
         self.usual: tuple[Slice, int] | None = None
         """The slice of the model's running call and the thread that runs it, if the call is one as most are: in
-        training, not of a pipeline's stage, and made into no graph. Otherwise None."""
+        training, of no pipeline's stage, and outside of tensor parallel regions. Otherwise None."""
 
     @property
     def num_slices(self) -> int:

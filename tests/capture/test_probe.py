@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import signal
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -874,6 +876,44 @@ def test_an_output_without_strided_memory_does_not_go_the_short_way(tmp_path: Pa
         found.append(list(zip(outputs.step, outputs.numel, outputs.l2.round(6), strict=True)))
     assert found[0] == found[1]
     assert {step for step, _, _ in found[0]} == {0, 1, 2, 3, 5, 7}  # not those of mkldnn and the nested one
+
+
+class CallsElsewhere(nn.Module):
+    """At one step it traces its inner module, and at another one a thread of its own evaluates the inner module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.num_calls, self.graph = nn.Linear(3, 3), 0, ""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_calls += 1
+        if self.num_calls == 5:
+            self.graph = str(torch.jit.trace(self.inner, x).inlined_graph)
+        if self.num_calls == 7:
+            other = threading.Thread(target=torch.no_grad()(self.inner), args=(x,))
+            other.start()
+            other.join()
+        y: torch.Tensor = self.inner(x)
+        return y
+
+
+def test_what_is_called_for_a_graph_or_by_another_thread_is_no_call_of_the_training(tmp_path: Path) -> None:
+    graphs = []
+    for is_recorded in (True, False):
+        with flagged(tmp_path, PROBE) if is_recorded else contextlib.nullcontext() as recording:
+            torch.manual_seed(0)
+            model = CallsElsewhere()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for _ in range(9):
+                model(torch.ones(2, 3)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            graphs.append(model.graph)
+        if recording is not None:
+            frame = _probe(recording)
+    assert graphs[0] == graphs[1] != ""
+    numels = frame[(frame.module_path == "inner") & (frame.site == "output")].groupby("mode").numel.agg(list)
+    assert numels.to_dict() == {"train": 9 * [6], "no_grad": [6]}
 
 
 def test_values_beyond_the_most_that_have_a_number_at_every_step_are_told(

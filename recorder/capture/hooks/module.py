@@ -47,7 +47,7 @@ _OVER_TIME = (nn.RNNBase, nn.MultiheadAttention)
 _numbers = itertools.count(1)
 _is_compiling = torch.compiler.is_compiling
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
-_thread = threading.get_ident
+_thread, _tracing_state = threading.get_ident, torch._C._get_tracing_state
 
 
 def _are_tokens(tensor: torch.Tensor) -> bool:
@@ -412,6 +412,8 @@ class HookedModule:
         """
         usual, call = self._usual, self.root.clock.usual
         if usual is None or call is None or call[1] != _thread() or type(output) is not torch.Tensor:
+            return False
+        if _tracing_state() is not None:  # asking a tensor for its size would add to the graph
             return False
         (slice_, _), (rule_set, is_limited, of_gradient, again), capture = call, usual, self.capture
         masks, (step, micro_step, _) = capture.masks, slice_.moment

@@ -22,7 +22,6 @@ from ...rules import Rule
 from ...sites import GRADIENT_OF, HELD_BY_MODULES, full_name, is_labels
 from ...system.processes import comes_from_signal_handler
 from ...taps import module_taps
-from ...taps.graphs import is_traced
 from ...taps.instrument import has_tap, where_of
 from ...taps.module_taps import Where
 from ..groups import (
@@ -471,8 +470,8 @@ class Root:
             is_stage=stage is not None,
         )
         slice_ = self.clock.of_thread.active
-        if slice_ is not None and slice_.moment.mode == "train" and stage is None:
-            self.clock.usual = None if self.is_over_meshes or is_traced() else (slice_, thread)
+        if slice_ is not None and slice_.moment.mode == "train" and stage is None and not self.is_over_meshes:
+            self.clock.usual = slice_, thread
         if self.clock.is_called_unevenly:
             self.inventory.note_uneven_calls()
         if self.clock.num_graphless == _LIKE_VALIDATION or (self._is_validated_training and self.clock.has_evaluated):
