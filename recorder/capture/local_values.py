@@ -246,6 +246,8 @@ def _refuse_kinds(tensor: torch.Tensor) -> None:
         raise UnsupportedKind("unsupported_type:meta")
     if tensor.is_quantized or tensor.is_nested:
         raise UnsupportedKind("unsupported_type:" + ("quantized" if tensor.is_quantized else "nested"))
+    if torch._is_functional_tensor(tensor):
+        raise UnsupportedKind("unsupported_type:functional")
     if _is_functorch_wrapped(tensor):
         raise UnsupportedKind("unsupported_type:functorch")
 

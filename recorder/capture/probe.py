@@ -422,15 +422,18 @@ class Probe:
 
     def saw_updates(
         self, values: Sequence[ProbedValue], columns: npt.NDArray[np.int64], sums: npt.NDArray[np.float64],
-        numels: npt.NDArray[np.float64], moment: StepPosition,
+        numels: npt.NDArray[np.float64], times: npt.NDArray[np.float64], moment: StepPosition,
     ) -> None:  # fmt: skip
-        """Count an update. `sums` has the sum of squares of the changes, as if all elements had been sampled."""
+        """Count an update. `sums` has the sum of squares of the changes of each parameter's sampled elements.
+
+        `times` says how many elements each sampled element stands for.
+        """
         if not math.isfinite(_sum(sums)):  # the next row of the parameter shows the non-finite update
             is_finite = np.isfinite(sums)
             for i in np.flatnonzero(~is_finite).tolist():
                 self._spoilt[values[i].column] = SeenOnDevice(values[i], moment, 0, False), bool(np.isnan(sums[i]))
-            columns, sums, numels = columns[is_finite], sums[is_finite], numels[is_finite]
-        self._together.append((columns, sums, numels))
+            columns, sums, numels, times = columns[is_finite], sums[is_finite], numels[is_finite], times[is_finite]
+        self._together.append((columns, sums * times, numels))
         self._has_values = True
         self._step = moment.step
 

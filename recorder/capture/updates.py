@@ -112,7 +112,7 @@ class Updates:
                 before = self._before = np.zeros(sum(min(one.numel, SAMPLED) for one in self._values))
             sums = kernels.moved(self._at, self._many, before)
             if moment is not None:
-                self._probe.saw_updates(self._values, self._columns, sums * self._times, self._numels, moment)
+                self._probe.saw_updates(self._values, self._columns, sums, self._numels, self._times, moment)
         elif not self._probe.is_free(tensors[0]):
             self._before = None
         else:

@@ -132,7 +132,7 @@ class RootClock:
     __slots__ = (
         *("_clock", "_graphless_since", "_latest", "_modes_of_gradients", "_nums_of_calls"),
         *("_num_updates", "_slices", "_trained", "_trained_modes"),
-        *("has_evaluated", "is_called_unevenly", "num_graphless", "num_updates_before", "of_thread", "usual"),
+        *("has_evaluated", "is_called_unevenly", "num_graphless", "num_updates_before", "of_thread"),
     )
 
     def __init__(self, clock: Clock) -> None:
@@ -161,9 +161,6 @@ class RootClock:
         """The number of updates at the last call in training mode without gradients."""
         self.of_thread = _ThreadCall()
         """`active` is the slice (a forward and its backward) of this thread's running call of the model, or None."""
-        self.usual: tuple[Slice, int] | None = None
-        """The slice of the model's running call and the thread that runs it, if the call is one as most are: in
-        training, of no pipeline's stage, and outside of tensor parallel regions. Otherwise None."""
 
     @property
     def num_slices(self) -> int:
@@ -220,7 +217,6 @@ class RootClock:
                 self._trained = current
             current.num_calls += 1
         self._slices[mode] = self.of_thread.active = current
-        self.usual = None
         if with_grad:
             self._latest = current
 
@@ -243,7 +239,7 @@ class RootClock:
 
     def begin_trial(self) -> None:
         """Begin a call of the model outside of training. Records of the call have no micro-step."""
-        self.of_thread.active, self.usual = Slice(StepPosition(self._clock.step, None, "train")), None
+        self.of_thread.active = Slice(StepPosition(self._clock.step, None, "train"))
 
     def gradient_arrived(self, slice_: Slice) -> None:
         """Note that a gradient has reached an output of the model."""
@@ -252,7 +248,7 @@ class RootClock:
         self._modes_of_gradients.add(slice_.moment.mode)
 
     def end(self) -> None:
-        self.of_thread.active = self.usual = None
+        self.of_thread.active = None
 
     def current(self, *, with_grad: bool, training: bool) -> Slice:
         """Return the slice (forward and backward) of the model's running call, or else the latest one of this mode."""

@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch._dynamo
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import recorder
 from recorder.analyze.doctor.expected import compare
@@ -879,43 +880,47 @@ def test_an_output_without_strided_memory_does_not_go_the_short_way(tmp_path: Pa
 
 
 class CallsElsewhere(nn.Module):
-    """At one step it traces its inner module, and at another one a thread of its own evaluates the inner module."""
+    """Calls its inner module for a graph at one step, in a thread of its own at another, and in a backward."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner, self.num_calls = nn.Linear(3, 3), 0
+        self.inner, self.num_calls = nn.Sequential(nn.Linear(3, 3)), 0
         self.graph: list[str] = []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.num_calls += 1
-        if self.num_calls == 5:
-            self.graph = [node.kind() for node in torch.jit.trace(self.inner, x).inlined_graph.nodes()]
-        if self.num_calls == 7:
+        if self.num_calls == 8:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)
+                traced = torch.jit.trace(self.inner, x, check_trace=False)
+            self.graph = [node.kind() for node in traced.inlined_graph.nodes()]
+        if self.num_calls == 9:
             other = threading.Thread(target=torch.no_grad()(self.inner), args=(x,))
             other.start()
             other.join()
-        y: torch.Tensor = self.inner(x)
-        return y
+        if self.num_calls == 10:
+            self.earlier.sum().backward()
+        self.earlier = checkpoint(self.inner, x.requires_grad_(), use_reentrant=False)
+        return self.earlier
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-def test_what_is_called_for_a_graph_or_by_another_thread_is_no_call_of_the_training(tmp_path: Path) -> None:
+def test_what_is_called_for_a_graph_by_a_thread_or_in_a_backward_is_no_call_of_a_forward(tmp_path: Path) -> None:
     graphs = []
     for is_recorded in (True, False):
         with flagged(tmp_path, PROBE) if is_recorded else contextlib.nullcontext() as recording:
             torch.manual_seed(0)
             model = CallsElsewhere()
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            for _ in range(9):
-                model(torch.ones(2, 3)).square().mean().backward()
+            for _ in range(12):
+                model(torch.ones(2, 3)).square().mean().backward(retain_graph=True)
                 optimizer.step()
                 optimizer.zero_grad()
             graphs.append(model.graph)
         if recording is not None:
             frame = _probe(recording)
-    assert graphs[0] == graphs[1] == ["prim::GetAttr", "prim::GetAttr", "aten::linear"]
-    numels = frame[(frame.module_path == "inner") & (frame.site == "output")].groupby("mode").numel.agg(list)
-    assert numels.to_dict() == {"train": 9 * [6], "no_grad": [6]}
+    assert graphs[0] == graphs[1] == [*3 * ["prim::GetAttr"], "aten::linear"]
+    numels = frame[(frame.module_path == "inner.0") & (frame.site == "output")].groupby("mode").numel.agg(list)
+    assert numels.to_dict() == {"train": 12 * [6], "no_grad": [6]}
 
 
 def test_values_beyond_the_most_that_have_a_number_at_every_step_are_told(

@@ -47,7 +47,7 @@ _OVER_TIME = (nn.RNNBase, nn.MultiheadAttention)
 _numbers = itertools.count(1)
 _is_compiling = torch.compiler.is_compiling
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
-_thread, _tracing_state = threading.get_ident, torch._C._get_tracing_state
+_graph_task = torch._C._current_graph_task_id
 
 
 def _are_tokens(tensor: torch.Tensor) -> bool:
@@ -410,16 +410,19 @@ class HookedModule:
         If the call is another one, or not the first one in a micro-step, do nothing and return False. In a training
         that uses the processor's caches for its own data, each function called here takes 1 to 10 us.
         """
-        usual, call = self._usual, self.root.clock.usual
-        if usual is None or call is None or call[1] != _thread() or type(output) is not torch.Tensor:
+        usual, root, capture = self._usual, self.root, self.capture
+        slice_ = root.clock.of_thread.active
+        if usual is None or slice_ is None or type(output) is not torch.Tensor:
             return False
-        if _tracing_state() is not None:  # asking a tensor for its size would add to the graph
-            return False
-        (slice_, _), (rule_set, is_limited, of_gradient, again), capture = call, usual, self.capture
-        masks, (step, micro_step, _) = capture.masks, slice_.moment
+        rule_set, is_limited, of_gradient, again = usual
+        masks, (step, micro_step, mode) = capture.masks, slice_.moment
         keep = capture.selection.first_calls.get((rule_set, micro_step, 0)) if is_limited else masks[rule_set]
         if (
             keep != KEEP_PROBE
+            or mode != "train"
+            or capture.is_in_stage
+            or root.is_over_meshes
+            or _graph_task() != -1  # a backward inside of the forward
             or masks[of_gradient]
             or self._tapped_slice is not None
             or self._call_key in slice_.called
@@ -631,9 +634,9 @@ class AfterForward(NumberedHook):
             if _is_dynamo_compiling():  # which dynamo takes for True, and costs least
                 return
             hooked = MODULES.get(self.number)
-            if hooked is None or hooked.module() is not module or hooked.usual_call(output):
+            if hooked is None or hooked.module() is not module or is_traced() or hooked.usual_call(output):
                 return
-            if _is_compiling() or is_traced():
+            if _is_compiling():
                 return
             if is_tapped(module) and in_functorch():
                 return  # the op records the plain tensor inside this subclass

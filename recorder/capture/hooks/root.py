@@ -441,7 +441,7 @@ class Root:
         """Begin a call of the root. `module` is the entry module, at which the call begins."""
         if torch._C._current_graph_task_id() != -1:
             return
-        thread = self.thread = threading.get_ident()
+        self.thread = threading.get_ident()
         root_calls = self.capture.root_calls
         if root_calls.depth == 1 and root_calls.outermost is self and self.is_entered_at(module):
             root_calls.depth = 0  # the last call was interrupted, as by Ctrl-C in a notebook
@@ -469,9 +469,6 @@ class Root:
             is_first_call=self.num_calls == 0,
             is_stage=stage is not None,
         )
-        slice_ = self.clock.of_thread.active
-        if slice_ is not None and slice_.moment.mode == "train" and stage is None and not self.is_over_meshes:
-            self.clock.usual = slice_, thread
         if self.clock.is_called_unevenly:
             self.inventory.note_uneven_calls()
         if self.clock.num_graphless == _LIKE_VALIDATION or (self._is_validated_training and self.clock.has_evaluated):
