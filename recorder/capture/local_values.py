@@ -155,9 +155,8 @@ def merged_notes(note: str | None, more: str | None) -> str | None:
     return f"{note[:-1]},{more[1:]}"
 
 
-PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, torch.nn.Buffer))
 """The types of tensors whose values lie in the tensor's own memory, if dtype and layout permit."""
-_PLAIN = frozenset(PLAIN)
 
 DTYPES: dict[torch.dtype, str] = {
     dtype: name
@@ -188,7 +187,7 @@ def is_ordinary(tensor: torch.Tensor) -> bool:
 
 def are_plain(tensors: Iterable[torch.Tensor]) -> bool:
     """Whether all tensors have a type of `PLAIN`. There may be thousands, so no Python code runs for each."""
-    return _PLAIN.issuperset(map(type, tensors))
+    return PLAIN.issuperset(map(type, tensors))
 
 
 def are_ordinary(tensors: Sequence[torch.Tensor]) -> bool:
@@ -246,10 +245,10 @@ def _refuse_kinds(tensor: torch.Tensor) -> None:
         raise UnsupportedKind("unsupported_type:meta")
     if tensor.is_quantized or tensor.is_nested:
         raise UnsupportedKind("unsupported_type:" + ("quantized" if tensor.is_quantized else "nested"))
-    if torch._is_functional_tensor(tensor):
-        raise UnsupportedKind("unsupported_type:functional")
     if _is_functorch_wrapped(tensor):
         raise UnsupportedKind("unsupported_type:functorch")
+    if torch._is_functional_tensor(tensor):
+        raise UnsupportedKind("unsupported_type:functional")
 
 
 def _as_it_lies(tensor: torch.Tensor) -> torch.Tensor:

@@ -312,7 +312,7 @@ class Probe:
         except RuntimeError:  # a sparse tensor, or one of functorch's
             return False
         is_quick = items < _QUICK_ITEMS or (items * loops.item_bytes <= _HELD_BYTES and torch.get_num_threads() == 1)
-        total = plan.squares(plan.shape, at) if is_quick else self._squares_at(at, plan)
+        total = plan.kernels.squares_held(loops.measuring, at) if is_quick else self._squares_at(at, plan)
         if not total < math.inf:
             return False
         self._sums[column] += total

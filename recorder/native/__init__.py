@@ -121,7 +121,7 @@ class LoopsPlan:
     """What the compiled loops compute for tensors of one dtype and one nonempty shape. Immutable."""
 
     __slots__ = (
-        *("_kept", "item_bytes", "items", "kind", "num_bins", "num_bytes", "num_units"),
+        *("_kept", "item_bytes", "items", "kind", "measuring", "num_bins", "num_bytes", "num_units"),
         *("table_address", "unit_inner", "weights_address"),
     )
 
@@ -152,6 +152,8 @@ class LoopsPlan:
         self.table_address = 0 if table is None else table.ctypes.data
         self.weights_address = 0 if weights is None else weights.address
         self._kept = table, weights
+        self.measuring = _MEASURING.pack(0, self.items, self.kind, self.table_address, 0, 0, 0)
+        """What `Kernels.squares_held` takes."""
 
     def read(self, data: _Bytes) -> tuple[Measured, npt.NDArray[np.uint64], npt.NDArray[np.float64]]:
         """Decode a result's bytes: statistics (with the fingerprint at the origin), bins, and sums over units."""
@@ -241,8 +243,8 @@ class Kernels:
             squares.argtypes = (pointer, number, pointer, pointer)
             squares.restype = ctypes.c_double
         self.squares_held: Callable[[bytes, int], float] = held.recorder_native_squares_at
-        """Takes `shape_of` and an address, and returns what `sum_of_squares` does, in half of the time. It runs on one
-        thread, with the interpreter's lock held."""
+        """Takes the `measuring` of a plan and an address, and returns what `sum_of_squares` does, in half of the time.
+        It runs on one thread, with the interpreter's lock held."""
         held.recorder_native_squares_at.argtypes = pointer, pointer
         held.recorder_native_squares_at.restype = ctypes.c_double
         self._squares_of_many = library.recorder_native_squares_of_many
@@ -315,10 +317,6 @@ class Kernels:
         run = parallel_region() if num_threads > 1 and os.getpid() == _PID else 0
         scratch = self._of_thread.at_least(plan.items // _CHUNK_ITEMS * 8 + 8) if run else 0
         return float(squares(measuring, num_threads, run, scratch))
-
-    def shape_of(self, plan: LoopsPlan) -> bytes:
-        """Return the first argument of `squares_held`. The caller keeps `plan`."""
-        return _MEASURING.pack(0, plan.items, plan.kind, plan.table_address, 0, 0, 0)
 
     def sums_of_squares(
         self, at: Sequence[int], tensors: ManyTensors, *, num_threads: int = 1, held_bytes: int = HELD_BYTES

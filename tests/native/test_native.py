@@ -232,7 +232,7 @@ def test_the_sum_of_squares_has_the_same_bits_on_every_processor(dtype: str) -> 
             for kernels in every
             for num_threads in (1, 2, 3, 7)
         }
-        sums |= {kernels.squares_held(kernels.shape_of(plan.loops), native.address(data)) for kernels in every}
+        sums |= {kernels.squares_held(plan.loops.measuring, native.address(data)) for kernels in every}
         assert len(sums) == 1, (size, sums)
         expected = measure(data, dtype, (size,), None, KEEP_STATS).sum_sq
         assert sums.pop() == pytest.approx(expected, rel=1e-12)

@@ -95,7 +95,7 @@ def _statistics_of(
 class HostMeasure:
     """A plan by which the compiled loops measure a host tensor in place. It also reads the results."""
 
-    __slots__ = ("_dtype", "_sides", "kernels", "loops", "nbytes", "shape", "squares")
+    __slots__ = ("_dtype", "_sides", "kernels", "loops", "nbytes")
 
     def __init__(self, dtype: str, shape: tuple[int, ...], keep: int, unit_dim: int, kernels: Kernels) -> None:
         """Plan the measuring; `host_measure` describes the arguments."""
@@ -114,7 +114,6 @@ class HostMeasure:
             has_statistics=bool(keep & KEEP_STATS),
         )
         self.nbytes = self.loops.num_bytes
-        self.squares, self.shape = kernels.squares_held, kernels.shape_of(self.loops)
 
     def launch(self, at: int, out: int, num_threads: int = 1, held_bytes: int = HELD_BYTES) -> None:
         """Measure the elements at address `at`, and write the results to `out`, as `Kernels.measure_at` does."""
