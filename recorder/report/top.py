@@ -18,7 +18,7 @@ from ..analyze.doctor.reply import Check
 from ..checks.rule import Finding, Severity
 from ..run.notes import raised
 from ..run.run import Run, RunDump
-from ..system.text import MODEL, counted, listed, named, value_in_words
+from ..system.text import MODEL, counted, listed, named, site_in_words, value_in_words
 from .axes import DrawnSeries
 from .blocks import PageBlock
 from .statistics import StatisticsBlocks
@@ -310,7 +310,7 @@ def _jumps(collected: StatisticsBlocks) -> Iterator[Highlight]:
         about = {
             "what": f"{name} jumps",
             "module": key.module_path or MODEL,
-            "value": f"{key.site} {key.name}".rstrip(),
+            "value": site_in_words(key.site, key.name),
         }
         about |= {"step": str(step), "size": times, "advice": with_it}
         yield Highlight(text, _link(key) | {"step": step, "stat": name}, "note", its_steps, about=about)

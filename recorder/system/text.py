@@ -132,7 +132,12 @@ def module_in_words(path: str) -> str:
 
 def value_in_words(module_path: str, site: str, name: str = "") -> str:
     """Return where a value is, such as ``'up' grad weight``. The root is named in words."""
-    return " ".join(filter(None, (module_in_words(module_path), site, name)))
+    return f"{module_in_words(module_path)} {site_in_words(site, name)}"
+
+
+def site_in_words(site: str, name: str) -> str:
+    """Return a site and a name there, such as ``grad weight``. An argument that is called ``input`` is that alone."""
+    return site if name in ("", site) else f"{site} {name}"
 
 
 def model_in_words(root: str, *, has_models: bool = False) -> str:

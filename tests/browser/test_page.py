@@ -708,7 +708,7 @@ def test_a_culprit_names_its_module_and_the_value_that_shows_it(open_page: Open,
     assert opened.text("#of-a").startswith("A alone: the rules of recorder check found nothing")
     assert opened.page.locator("#panel-top .flag.right").count() == 0
     told = opened.page.locator("#panel-against .findings a").first
-    assert told.inner_text() == "culprit: step 0, forward of '': input input of 'inner' is 1.5 times its value in A"
+    assert told.inner_text() == "culprit: step 0, forward of '': input of 'inner' is 1.5 times its value in A"
     assert opened.page.locator("#choose-site").input_value() == "input train"  # where the runs part
 
 

@@ -280,7 +280,7 @@ def test_rank_0_ends_with_what_another_rank_alone_has_found(tmp_path: Path, bad_
     job = jobs.torchrun(tmp_path, "--nproc-per-node", "2", "train.py", RECORDER="1", RECORDER_DIR="runs")
     lines = jobs.succeeded(job).output.splitlines()
     (summary,) = (line for line in lines if "rows of rank 0 (of 2)" in line)
-    found = "rank 1: since step 20, (the model) input input: all elements of the input are zero, 3 records in a row"
+    found = "rank 1: since step 20, (the model) input: all elements of the input are zero, 3 records in a row"
     assert (f"; {found}; nothing dropped" in summary) is (bad_rank == 1)
     assert any(line.endswith(found) for line in lines if line is not summary) is (bad_rank == 1)
 

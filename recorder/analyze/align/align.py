@@ -16,7 +16,7 @@ import numpy as np
 from ...errors import LookupFailedError
 from ...run.reply import Reply, StateLine, Table, plain
 from ...run.run import Run
-from ...system.text import counted, listed, number
+from ...system.text import counted, listed, number, site_in_words
 from ..diff.renames import NO_RENAMES, Rename, Renames
 from .search import TO_RECORD_ALL, ExpertsApart, LogprobsApart, Parting, Search, ValueApart
 from .sequences import JoinedTokens, TokenAt, TokensApart, compare_tokens, match_samples
@@ -305,7 +305,7 @@ def _values_table(values: Sequence[ValueApart], first: ValueApart, most: int | N
     at = values.index(first)
     shown = [*values[max(0, at - 2) : at], *values[at:][:most]]
     rows = [
-        (repr(one.module_path), f"{one.site} {one.name}".strip(), f"{one.num_beyond}/{one.num_tokens}",
+        (repr(one.module_path), site_in_words(one.site, one.name), f"{one.num_beyond}/{one.num_tokens}",
          f"{one.median:.2g}", f"{one.largest:.2g}", f"{one.bound:.2g}", one.dtype_trainer, one.dtype_engine)
         for one in shown
     ]  # fmt: skip

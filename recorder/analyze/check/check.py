@@ -38,7 +38,17 @@ from ...run.reply import Reply, StateLine, Table
 from ...run.run import Run
 from ...run.step_ranges import Mapper, map_serially
 from ...sites import UPDATE, is_labels
-from ...system.text import counted, fewer_clauses, grouped, listed, model_in_words, number, shortened, steps_in_words
+from ...system.text import (
+    counted,
+    fewer_clauses,
+    grouped,
+    listed,
+    model_in_words,
+    number,
+    shortened,
+    site_in_words,
+    steps_in_words,
+)  # fmt: skip
 from ..doctor.slots import read_rules
 from .reading import RunRows
 from .replicas import NEVER_EQUAL, replicas_of
@@ -563,12 +573,12 @@ def where_of(one: JoinedFindings) -> dict[str, str]:
     if not worst.site:
         return {"what": f"{worst.rule}: {worst.what}"}
     paths = [shortened(path, _MAX_PATH) for path in grouped(one.paths)]
-    names = f" {shortened(listed(one.names, _MAX_MODULES), _MAX_PATH)}" if one.names else ""
+    names = shortened(listed(one.names, _MAX_MODULES), _MAX_PATH)
     until = f" to {one.last_step}" if one.last_step > one.first_step else ""
     return {
         "what": f"{worst.rule}: {worst.what}",
         "module": one.model + listed(paths, _MAX_MODULES),
-        "value": f"{worst.site}{names}",
+        "value": site_in_words(worst.site, names),
         "step": f"{'since ' * (worst.since is not None)}step {one.first_step}{until}",
         "rank": _ranks(one.ranks).removeprefix(", "),
         "size": "; ".join(filter(None, [worst.size.strip(" ,:()"), fewer_clauses(worst.detail, MAX_DETAIL)])),

@@ -14,7 +14,17 @@ from ...numerics.keys import by_key
 from ...run.notes import raised
 from ...run.reply import Reply, Table, plain
 from ...run.run import Run
-from ...system.text import counted, listed, model_in_words, moment, named, number, span, value_in_words
+from ...system.text import (
+    counted,
+    listed,
+    model_in_words,
+    moment,
+    named,
+    number,
+    site_in_words,
+    span,
+    value_in_words,
+)  # fmt: skip
 from .compare import Tolerance
 from .culprit_findings import BY_PROBE, ROUNDING_ALONE, Culprit
 from .culprit_search import START
@@ -356,7 +366,7 @@ def _accused(culprit: Culprit) -> str:
 def _symptom(culprit: Culprit) -> str:
     is_there = culprit.seen_at == culprit.module_path or culprit.site == "scalar"
     of = "" if is_there else f" of {culprit.seen_at!r}"
-    value = " ".join(filter(None, (culprit.site, culprit.name))) + of
+    value = site_in_words(culprit.site, culprit.name) + of
     if culprit.alone_in is not None:
         num_bad = (culprit.nonfinite_a or 0) + (culprit.nonfinite_b or 0)
         is_bad = f"NaN or infinite in {counted(num_bad, 'element')}, " if num_bad else ""

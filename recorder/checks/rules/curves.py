@@ -12,7 +12,7 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from ...sites import LABELS
-from ...system.text import module_in_words, number
+from ...system.text import number, value_in_words
 from ..given import OtherData, Targets
 from ..rows import Flags, Floats, Integers, Memory, Rows, SeriesKey, concatenate, grouped, previous
 from ..rule import CALIBRATED, CheckRule, Finding, Setting, Severity
@@ -349,9 +349,8 @@ class Recent:
             indices = np.flatnonzero((lines == line) & is_moved[columns])
             if len(indices):
                 key = rows.catalog.key_of(int(rows.lanes[indices[0]]))
-                name = f" {key.name}" if key.name else ""
                 model = f"{key.root}: " if len({root for root, _ in rows.catalog.modules}) > 1 else ""
-                where = f"{model}{module_in_words(key.module_path)} {key.site}{name}"
+                where = model + value_in_words(key.module_path, key.site, key.name)
                 return f"{where} moved first, at step {int(steps[line])}"
         return ""
 

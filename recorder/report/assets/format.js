@@ -35,7 +35,7 @@ function withoutMiddle(name, most) {
 
 /** What a value is called: the path of its module, its site, and its name there. */
 function valueText(path, site, name) {
-  return [pathText(path), site, name].filter(Boolean).join(" ");
+  return [pathText(path), site, name === site ? "" : name].filter(Boolean).join(" ");
 }
 
 /** A text of a stranger without characters that hide or turn others around. */

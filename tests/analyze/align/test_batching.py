@@ -67,5 +67,5 @@ def test_a_block_that_the_scheduler_gives_to_two_texts_is_named(tmp_path: Path) 
     lengths = torch.tensor([len(text) for text in whole])
     score(tmp_path / "trainer", llama(), ids, (torch.arange(ids.shape[1]) < lengths[:, None]).long())
     found = aligned(tmp_path).parting
-    assert found is not None and found.value.text == "'model.layers.1.self_attn.o_proj' input input"
+    assert found is not None and found.value.text == "'model.layers.1.self_attn.o_proj' input"
     assert "'model.layers.1.self_attn' passes on something else in its own code" in found.text

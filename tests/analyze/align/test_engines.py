@@ -74,12 +74,12 @@ def _late(engine: Any) -> None:
 
 FAULTS: dict[str, tuple[Callable[[Any], object], str, int, str]] = {
     "a slice of a fused weight": (
-        _stale_slice, "'model.layers.1.self_attn.o_proj' input input", 1,
+        _stale_slice, "'model.layers.1.self_attn.o_proj' input", 1,
         "model.layers.1.self_attn.k_proj.weight (a slice of model.layers.1.self_attn.qkv_proj.weight) equals the "
         "trainer's parameter at no recorded step",
     ),
     "another epsilon": (_other_eps, "'model.layers.1.post_attention_layernorm' output", 0, "the module itself"),
-    "positions that are late by one": (_late, "'model.layers.0.self_attn.o_proj' input input", 6, "passes on some"),
+    "positions that are late by one": (_late, "'model.layers.0.self_attn.o_proj' input", 6, "passes on some"),
 }  # fmt: skip
 
 

@@ -190,28 +190,28 @@ FAULTS = {
     ),
     "the head scales its logits": Fault(_halved, "'lm_head' output", "module", 3, "the module itself"),
     "a quantised cache": Fault(
-        _quantised, "'model.layers.1.self_attn.o_proj' input input", "module", 4, "'model.layers.1.self_attn' passes",
+        _quantised, "'model.layers.1.self_attn.o_proj' input", "module", 4, "'model.layers.1.self_attn' passes",
     ),
     "a block of the cache that two samples have": Fault(
-        _reused, "'model.layers.0.self_attn.o_proj' input input", "module", 6, "'model.layers.0.self_attn' passes on",
+        _reused, "'model.layers.0.self_attn.o_proj' input", "module", 6, "'model.layers.0.self_attn' passes on",
     ),
     "a position late by one in decoding": Fault(
         _late_by_one, "'model.rotary_emb' output 0", "inputs", 4, "was given position_ids 6 in the trainer and 5 in",
     ),
     "attention that looks ahead": Fault(
-        _leaking, "'model.layers.1.self_attn.o_proj' input input", "module", 0, "'model.layers.1.self_attn' passes on",
+        _leaking, "'model.layers.1.self_attn.o_proj' input", "module", 0, "'model.layers.1.self_attn' passes on",
     ),
     "a temperature behind the head": Fault(
         _with_temperature, "(the model) output logits", "module", 3, "what runs before it agree",
     ),
     "another scale of attention": Fault(
-        _other_scale, "'model.layers.0.self_attn.o_proj' input input", "module", 1,
+        _other_scale, "'model.layers.0.self_attn.o_proj' input", "module", 1,
         "'model.layers.0.self_attn' passes on",
     ),
     "another activation": Fault(_other_activation, "'model.layers.0.mlp.act_fn' output", "module", 0, "itself"),
     "a part of the residual lost": Fault(_without_residual, "'model.layers.0.mlp' output", "module", 0, "itself"),
     "an edge of a chunk off by one": Fault(
-        _off_at_edge, "'model.layers.1.self_attn.o_proj' input input", "module", 2,
+        _off_at_edge, "'model.layers.1.self_attn.o_proj' input", "module", 2,
         "'model.layers.1.self_attn' passes on",
         {"prefill_chunk_size": 2},
     ),
