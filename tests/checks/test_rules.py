@@ -972,6 +972,30 @@ def test_a_learning_rate_that_rises_again_from_almost_nothing_is_a_note(rate: An
     assert all(f"{num_rises} times" in one.what or num_rises == 1 for one in found)
 
 
+@pytest.mark.parametrize(
+    ("rate", "is_said"),
+    [
+        (lambda step: step // 20 / 100, True),
+        (lambda step: (step + 7) // 20 / 100, False),
+        (lambda step: step / 1000, False),
+        (lambda step: min(step // 20, 3) / 3, False),
+        (lambda step: step // 40 / 100, False),
+        (lambda step: 0.5 ** (step // 20), False),
+        (lambda step: (1, 3, 2, 4, 5)[step // 20], False),
+        (lambda step: (step // 20 % 3 + 1) / 3, False),
+    ],
+    ids=["by epoch", "uneven", "by step", "at its top", "two rises", "falls", "falls once", "cyclical"],
+)
+def test_a_learning_rate_that_still_rises_from_epoch_to_epoch_is_a_note(rate: Any, is_said: bool) -> None:
+    recorded = Recorded()
+    for step in range(100):
+        recorded.add(step, "", float(rate(step)), site="scalar", name="lr.AdamW.0")
+    found = said(recorded, Update)
+    assert [(one.severity, one.step) for one in found] == [(Severity.NOTE, 80)] * is_said
+    expected = "the learning rate still rises at the end, from 0 to 0.04, once in 20 steps"
+    assert [one.what for one in found] == [expected] * is_said
+
+
 def test_gradients_that_grow_backwards_explode() -> None:
     for factor, expected in ((10.0, ["blocks.0"]), (2.0, [])):
         recorded = Recorded()
