@@ -21,15 +21,17 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
+from ..format.manifest import RecordedModule
 from ..records import Measured, ProbedStep, Staged
 from ..sites import SITES, UPDATE
 from ..system import log
 from .book import Thresholds, make_rules
 from .causes import order_of
 from .engine import Engine
-from .rows import Catalog, ModuleFacts
+from .rows import Catalog
 from .rule import CheckRule, Finding
 from .rules.activations import Attention, Dead, Saturated
 from .rules.comparing import RunningStatistics
@@ -63,6 +65,8 @@ _MOST_REPLICAS = 4
 """The most models whose parameters are compared over ranks at the end. A status has room for a few."""
 _MOST_DUE, _JUDGE_EVERY_S = 64, 2.0
 """Waiting steps are judged as soon as there are this many, or this many seconds after the last judgement."""
+
+_FACTS = [one.name for one in fields(RecordedModule)]
 
 _log = logging.getLogger("recorder")
 
@@ -251,10 +255,10 @@ def judge_program(roots: Sequence[Mapping[str, Any]]) -> list[Finding]:
     return [one for one in found if one.rule != EvaluationMode.name or one.root in evaluated]
 
 
-def _modules_of(roots: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], ModuleFacts]:
-    facts = {}
+def _modules_of(roots: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], RecordedModule]:
+    modules = {}
     for root in roots:
         for one in root["modules"]:
-            known = {name: one[name] for name in ModuleFacts._fields if name in one}
-            facts[root["name"], one["path"]] = ModuleFacts(one["class"], **known)
-    return facts
+            facts = {name: one[name] for name in _FACTS if name in one}
+            modules[root["name"], one["path"]] = RecordedModule(class_name=one["class"], **facts)
+    return modules

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
-from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from ..format.manifest import RecordedModule
 from ..sites import RATE, is_loss
 
 Floats = npt.NDArray[np.float64]
@@ -70,60 +70,10 @@ class About(NamedTuple):
     """The number of elements of the complete parameter or gradient, if each rank has a chunk of it; else 0."""
 
 
-class ModuleFacts(NamedTuple):
-    """Facts about a module that its rows do not contain."""
-
-    class_name: str
-    sites: tuple[str, ...]
-    """The sites at which a recording rule selects values of the module."""
-    frozen: tuple[str, ...] = ()
-    """The parameters that require no gradient."""
-    untrained: tuple[str, ...] = ()
-    """The parameters that have a gradient and that no optimizer has."""
-    untrained_since: int | None = None
-    """The first known step at which the module had such a parameter."""
-    feeds_trained: bool = False
-    """Whether no optimizer had anything of the model then, but of a model that was called after it."""
-    unfrozen: int | None = None
-    """The last step at which a parameter was seen to require a gradient that had required none before."""
-    evaluated: int | None = None
-    """The first known step at which the module was in evaluation mode while an optimizer stepped."""
-    loss_argument: str = ""
-    """Of the first module: the function of the loss that got an argument which it does not expect, and the function
-    that made the argument, by autograd's names: ``LogSoftmax of Softmax``."""
-    loss_argument_since: int | None = None
-    """The step at which this argument was seen first."""
-    uncleared: int | None = None
-    """The first known step at which a gradient of the module was added to that of the step before."""
-    given_again: int | None = None
-    """The step since which the model's first argument is one of a few tensors, if it is so for many calls."""
-    optimizer_anew: str = ""
-    """Of the first module: the class of the optimizers that are made anew for each update."""
-    optimizer_anew_since: int | None = None
-    """The step at which this was seen. None if it is not so, or not any more."""
-    validated_in_training: int | None = None
-    """Of the first module: the first step with many calls of the model without gradients, in training mode, as of a
-    validation. None if there was none, or if the model was ever called in evaluation mode."""
-    batch_as_time: int | None = None
-    """The step at which the module was seen to take a dim as long as the labels, so perhaps the batch, for the time."""
-    graphless: bool = False
-    """Whether all calls of the module were made with gradients disabled."""
-    labels_of: str = ""
-    """Of the first module: the function of the loss that has the labels, as in the manifest."""
-    has_many_labels: bool = False
-    """Of the first module: whether a loss was the sum of losses of several labels."""
-    has_uneven_calls: bool = False
-    """Of the first module: whether the number of calls before a backward varies, as the length of an episode."""
-    whole_sets: tuple[int, ...] = ()
-    """Of the first module: the numbers of samples of the data loaders that gave all their samples in one batch."""
-    rates: Mapping[str, str] = MappingProxyType({})
-    """For each parameter of an optimizer, the scalar that records its learning rate."""
-
-
 class Catalog:
     """The series (values over the steps) and the lanes (series on one rank) so far, by index. Entries stay."""
 
-    def __init__(self, modules: Mapping[tuple[str, str], ModuleFacts] | None = None) -> None:
+    def __init__(self, modules: Mapping[tuple[str, str], RecordedModule] | None = None) -> None:
         self.modules = dict(modules or {})
         """Facts about modules, by root (the model's name) and path. A module of which nothing is known has no entry."""
         self.series: list[SeriesKey] = []

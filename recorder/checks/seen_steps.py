@@ -14,9 +14,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.ma  # numpy imports it at the first `unique`: on the writer thread, where a failing disk fails the import
 
+from ..format.manifest import RecordedModule
 from ..records import Measured, ProbedStep, Staged
 from ..sites import OF_MODULES
-from .rows import IS_PROBE, RECORDED, About, Catalog, Floats, Integers, Memory, ModuleFacts, Rows, SeriesKey
+from .rows import IS_PROBE, RECORDED, About, Catalog, Floats, Integers, Memory, Rows, SeriesKey
 
 _HASH = "fingerprint.hash"
 _COLUMNS = ("lane", "numel", "micro_step", _HASH, *RECORDED)
@@ -111,7 +112,7 @@ class SeenSteps:
         rows = Rows(catalog, np.append(at, own_at), np.append(lanes, own_lanes), columns)
         return rows.take(np.argsort(rows.steps, kind="stable")) if len(own_lanes) and len(steps) > 1 else rows
 
-    def copied_catalog(self, modules: Mapping[tuple[str, str], ModuleFacts]) -> Catalog:
+    def copied_catalog(self, modules: Mapping[tuple[str, str], RecordedModule]) -> Catalog:
         """Return a catalog with the same lanes, with these facts about modules and with the chunks of parameters."""
         copy = Catalog(modules)
         for key, about, whole_numel in zip(self._catalog.series, self._catalog.about, self._whole_numels, strict=True):

@@ -8,10 +8,16 @@ from typing import Any
 import numpy as np
 
 from recorder.checks.engine import Engine, Verdict
-from recorder.checks.rows import IS_PROBE, About, Catalog, ModuleFacts, Rows, SeriesKey
+from recorder.checks.rows import IS_PROBE, About, Catalog, Rows, SeriesKey
 from recorder.checks.rule import CheckRule
+from recorder.format.manifest import RecordedModule
 
 Made = list[tuple[int, int, dict[str, float]]]
+
+
+def module_of(class_name: str, sites: tuple[str, ...], **facts: Any) -> RecordedModule:
+    """What a writer says of a module."""
+    return RecordedModule(path="", class_name=class_name, sites=sites, **facts)
 
 
 class Recorded:
@@ -19,7 +25,7 @@ class Recorded:
 
     def __init__(self, modules: Mapping[str, str] | None = None) -> None:
         self.catalog = Catalog(
-            {("model", path): ModuleFacts(name, ("output", "grad", "param")) for path, name in (modules or {}).items()}
+            {("model", path): module_of(name, ("output", "grad", "param")) for path, name in (modules or {}).items()}
         )
         self._rows: Made = []
 

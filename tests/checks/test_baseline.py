@@ -10,10 +10,9 @@ import pytest
 from recorder.checks.book import make_rules
 from recorder.checks.engine import Engine, Verdict
 from recorder.checks.normal import Normal, phase_of, steps_of
-from recorder.checks.rows import ModuleFacts
 from recorder.checks.rule import Severity
 from recorder.checks.rules.comparing import Invariant, Unusual
-from tests.checks.rows import Recorded
+from tests.checks.rows import Recorded, module_of
 from tests.checks.test_rules import OPTIMIZER, noise, subjects
 
 STEPS = 40
@@ -148,7 +147,7 @@ def test_what_always_held_is_expected(normal: Normal, change: Any, what: str, su
 def test_a_gradient_that_is_not_there_is_named(normal: Normal) -> None:
     recorded = training(3, lambda name, step, rank, values: None if name == "grad" else values)
     assert [(one.module_path, one.site) for one in judged(recorded, normal).findings] == [("up", "grad")]
-    recorded.catalog.modules["model", "up"] = ModuleFacts("Linear", ("output", "param"))
+    recorded.catalog.modules["model", "up"] = module_of("Linear", ("output", "param"))
     assert judged(recorded, normal).findings == [], "this recording does not ask for gradients"
 
 

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from recorder.checks.rows import IS_PROBE, ModuleFacts
+from recorder.checks.rows import IS_PROBE
 from recorder.checks.rule import Severity
 from recorder.checks.rules.data import Data
 from recorder.sites import LABELS
 from recorder.system.text import counted, number
-from tests.checks.rows import Recorded
+from tests.checks.rows import Recorded, module_of
 from tests.checks.test_rules import noise, said, subjects
 
 
@@ -244,7 +244,7 @@ def test_targets_of_one_value_are_a_note_if_they_are_no_classes() -> None:
 @pytest.mark.parametrize("has_many", [False, True])
 def test_labels_of_one_class_beside_others_are_a_note(has_many: bool) -> None:
     recorded = batches(lambda step, rank: {LABELS: np.full(8, step % 2)}, dtype="int64")
-    facts = ModuleFacts("Net", ("input",), has_many_labels=has_many)
+    facts = module_of("Net", ("input",), has_many_labels=has_many)
     recorded.catalog.modules["model", ""] = facts
     (one,) = said(recorded, Data)
     assert one.severity is (Severity.NOTE if has_many else Severity.WARNING)
@@ -254,7 +254,7 @@ def test_labels_of_one_class_beside_others_are_a_note(has_many: bool) -> None:
 def test_one_batch_at_every_step_may_be_full_batch_training(is_kept: bool) -> None:
     def judged(make: Any) -> list[tuple[str, str, bool]]:
         recorded = batches(make)
-        recorded.catalog.modules["model", ""] = ModuleFacts("Net", ("input",), given_again=16 if is_kept else None)
+        recorded.catalog.modules["model", ""] = module_of("Net", ("input",), given_again=16 if is_kept else None)
         return [(one.name, one.severity.word, "full-batch" in one.what) for one in said(recorded, Data)]
 
     word = "note" if is_kept else "warning"
@@ -307,7 +307,7 @@ def test_a_single_sample_among_batches_hides_no_batch_that_repeats(rows_a_batch:
 def test_one_batch_of_a_loader_that_has_no_other_is_full_batch_training(is_new_later: bool, num: int) -> None:
     """A loader of 5 samples gives no batch of 4."""
     recorded = batches(lambda step, rank: {"x": noise(max(step - 25, 0) if is_new_later else 0), "y": noise(2)})
-    recorded.catalog.modules["model", ""] = ModuleFacts("Net", ("input",), whole_sets=(2, num))
+    recorded.catalog.modules["model", ""] = module_of("Net", ("input",), whole_sets=(2, num))
     found = [(one.name, one.severity.word, "has one batch" in one.what) for one in said(recorded, Data)]
     assert found[:1] == [("x", "warning", False) if is_new_later or num == 5 else ("x", "note", True)]
 
@@ -316,7 +316,7 @@ def test_one_batch_of_a_loader_that_has_no_other_is_full_batch_training(is_new_l
 def test_tensors_that_the_model_was_given_all_along_are_no_stuck_loader(given: int | None, severity: Severity) -> None:
     """Also where the number of calls in a step changes, as with LBFGS."""
     recorded = Recorded()
-    recorded.catalog.modules["model", ""] = ModuleFacts("Net", ("input",), given_again=given)
+    recorded.catalog.modules["model", ""] = module_of("Net", ("input",), given_again=given)
     for step in range(40):
         for call in range(2 if step < 30 else 2 + step % 5):
             recorded.add(step, "", noise(call % 2), site="input", name="x")
@@ -427,7 +427,7 @@ def test_labels_of_a_binary_cross_entropy_that_are_no_probabilities(
     made = batches(
         lambda step, rank: {"x": noise(step), LABELS: np.where(noise(step, 1) > 0, high, low) * (1 - 1e-6 * step)}
     )
-    made.catalog.modules["model", ""] = ModuleFacts("Net", ("input",), labels_of=function)
+    made.catalog.modules["model", ""] = module_of("Net", ("input",), labels_of=function)
     words = f"the labels of a binary cross-entropy are from {low} to {high}, and it expects probabilities, 0 to 1"
     expected = [(0, words, severity)] * (severity is not None)
     assert [(one.step, one.what, one.severity) for one in said(made, Data)] == expected
@@ -509,7 +509,7 @@ def test_a_batch_far_larger_than_most_is_named_at_the_beginning_too(large: list[
 @pytest.mark.parametrize(("kind", "severity"), [("GPT2LMHeadModel", Severity.WARNING), ("Net", Severity.NOTE)])
 def test_an_inverted_mask_is_a_warning_where_the_class_tells_what_a_mask_means(kind: str, severity: Severity) -> None:
     recorded = batches(lambda step, rank: padded(step, is_inverted=True, ignored=-100), dtype="int64")
-    recorded.catalog.modules["model", ""] = ModuleFacts(kind, ("input",))
+    recorded.catalog.modules["model", ""] = module_of(kind, ("input",))
     (one,) = said(recorded, Data)
     assert (one.severity, "inverted" in one.what) == (severity, severity > Severity.NOTE)
 

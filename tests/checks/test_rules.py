@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import pickle
 import re
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from recorder.checks.causes import with_causes, words_of
-from recorder.checks.rows import ModuleFacts
 from recorder.checks.rule import CheckRule, Finding, Severity
 from recorder.checks.rules import gradients as gradient_rules
 from recorder.checks.rules.activations import Attention, Dead, Saturated
@@ -27,7 +27,7 @@ from recorder.checks.rules.programs import Clipping
 from recorder.checks.rules.updates import Update
 from recorder.checks.rules.values import NonFinite, Skipped
 from recorder.sites import LABELS, UPDATE
-from tests.checks.rows import Recorded
+from tests.checks.rows import Recorded, module_of
 
 LAYERS = [f"blocks.{number}" for number in range(8)]
 BATCHES = (1, 7, 1_000)
@@ -297,7 +297,7 @@ def small_updates(part: float, rate: str, since: int = 0, *, num_rows: int = 64)
     """Updates of two parameters by at most `part` of the learning rate. `num_rows` of 64 elements have a gradient."""
     recorded = Recorded()
     for path in ("up", "down"):
-        recorded.catalog.modules["model", path] = ModuleFacts("Linear", ("param",), rates={"weight": rate})
+        recorded.catalog.modules["model", path] = module_of("Linear", ("param",), rates={"weight": rate})
     for step in range(since, since + 40):
         recorded.add(step, "", 1e-3, site="scalar", name=rate)
         for path, size in (("up", part), ("down", part / 10)):
@@ -326,7 +326,7 @@ def test_a_layer_without_a_gradient_that_was_frozen_until_now_is_a_note(unfrozen
             recorded.add(step, path, noise(step), **OPTIMIZER, site="param")
         for path in ("2", "4"):
             recorded.add(step, path, noise(step), **OPTIMIZER, site="grad")
-    recorded.catalog.modules["model", "0"] = ModuleFacts("Linear", ("grad", "param"), unfrozen=unfrozen)
+    recorded.catalog.modules["model", "0"] = module_of("Linear", ("grad", "param"), unfrozen=unfrozen)
     severity = Severity.WARNING if unfrozen is None else Severity.NOTE
     assert [(one.module_path, one.severity) for one in said(recorded, NoGradient)] == [("0", severity)]
 
@@ -674,7 +674,7 @@ def test_a_cross_entropy_that_never_gets_below_that_of_a_guess_is_a_note(
     recorded = losses(lambda step: ends_at + 6 * 0.95**step + float(noise(3, step, shape=(), scale=0.005)), steps=200)
     recorded.add(0, "", noise(0, shape=(8, 4)))
     recorded.add(0, "", np.arange(8) % 4, site="input", name=LABELS, dtype="int64")
-    recorded.catalog.modules["model", ""] = ModuleFacts("Net", ("output",), labels_of=function)
+    recorded.catalog.modules["model", ""] = module_of("Net", ("output",), labels_of=function)
     found = said(with_updates(recorded, 1e-3, 200), LossStuck)
     words = "the loss never gets below that of a model that gives each of 4 classes the same probability"
     assert [(one.severity, one.what) for one in found] == [(Severity.NOTE, words)] * is_said
@@ -1036,7 +1036,7 @@ def test_a_layer_that_alone_is_frozen_between_layers_alike_is_named(
     for number, path in enumerate(LAYERS):
         is_frozen = number in frozen
         module = recorded.catalog.modules["model", path]
-        recorded.catalog.modules["model", path] = module._replace(frozen=("weight",) if is_frozen else ())
+        recorded.catalog.modules["model", path] = replace(module, frozen=("weight",) if is_frozen else ())
         for step in range(4):
             if has_rows or not is_frozen:
                 recorded.add(step, path, noise(number), **OPTIMIZER, site="param")
@@ -1055,7 +1055,7 @@ def test_a_last_layer_that_is_frozen_is_a_note(frozen: list[str], expected: list
     recorded = Recorded(dict.fromkeys([*LAYERS, "head"], "Linear"))
     for number, path in enumerate([*LAYERS, "head"]):
         module = recorded.catalog.modules["model", path]
-        recorded.catalog.modules["model", path] = module._replace(frozen=("weight",) if path in frozen else ())
+        recorded.catalog.modules["model", path] = replace(module, frozen=("weight",) if path in frozen else ())
         for step in range(4 if path not in frozen else 0):
             recorded.add(step, path, noise(number), **OPTIMIZER, site="param")
             recorded.add(step, path, noise(step, number), **OPTIMIZER, site="grad")

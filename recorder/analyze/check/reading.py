@@ -12,7 +12,6 @@ import math
 import zlib
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, suppress
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ...checks.rows import IS_PROBE, RECORDED, About, Catalog, ModuleFacts, Rows, SeriesKey, grouped
+from ...checks.rows import IS_PROBE, RECORDED, About, Catalog, Rows, SeriesKey, grouped
 from ...columns import COUNTS, SCHEMA, parse_shape
 from ...errors import CorruptError, RunError
 from ...numerics.distributions import Histograms, ManyUnits, histograms_of, units_of
@@ -73,8 +72,7 @@ class RunRows:
         self._schema = self._recorded.schema
         self._steps = steps
         self._probe = probe_size(run.writers) if steps is None else None
-        facts_of = attrgetter(*ModuleFacts._fields)
-        self.catalog = catalog or Catalog({key: ModuleFacts(*facts_of(info)) for key, info in run.modules.items()})
+        self.catalog = catalog or Catalog(run.modules)
         self.num_rows = 0
         self.steps: set[int] = set()
         """The steps of the rows yielded so far."""

@@ -8,10 +8,11 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
+from ...format.manifest import RecordedModule
 from ...sites import CLIP_LIMIT, CLIP_NORM, UPDATE
 from ...system.text import counted, number
 from ..normal import Moves
-from ..rows import ModuleFacts, Rows, SeriesKey, grouped
+from ..rows import Rows, SeriesKey, grouped
 from ..rule import CheckRule, Finding, Setting, Severity
 
 _KINDS = ("Dropout", "Norm")
@@ -81,7 +82,7 @@ class NotOptimized(_ProgramRule):
                 one = self.finding_on(module, facts.untrained_since or 0, what, name=name, severity=severity)
                 yield one._replace(advice="call the optimizer's step()") if is_held else one
 
-    def _in_list(self, module: tuple[str, str], facts: ModuleFacts) -> Iterator[Finding]:
+    def _in_list(self, module: tuple[str, str], facts: RecordedModule) -> Iterator[Finding]:
         """Report modules in a list or dict of Python whose parameters have gradients.
 
         A list with one module is a note: this hides a teacher, or a network that judges, from `model.parameters()`.
@@ -105,7 +106,7 @@ _REGISTER = "use an nn.ModuleList or nn.ModuleDict, because model.parameters() l
 _NO_OPTIMIZER, _ONLY_LAST = "it has a gradient, and no optimizer has it", "; only modules after it are trained"
 
 
-def _trains_last(modules: Sequence[ModuleFacts]) -> bool:
+def _trains_last(modules: Sequence[RecordedModule]) -> bool:
     """Return whether optimizers have only the last modules of a model, no more than those that they do not have."""
     trained = [at for at, one in enumerate(modules) if set(one.rates) - set(one.untrained)]
     untrained = [at for at, one in enumerate(modules) if one.untrained]
@@ -185,7 +186,7 @@ class EvaluationMode(_ProgramRule):
     advice = "call model.train() before the training goes on, as after a validation"
 
     def finish(self) -> Iterator[Finding]:
-        kinds: defaultdict[tuple[str, str], dict[tuple[str, str], ModuleFacts]] = defaultdict(dict)
+        kinds: defaultdict[tuple[str, str], dict[tuple[str, str], RecordedModule]] = defaultdict(dict)
         for module, facts in self.catalog.modules.items():
             if (step := facts.validated_in_training) is not None:
                 one = self.finding_on(module, step, _VALIDATED, severity=Severity.NOTE)
