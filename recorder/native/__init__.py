@@ -215,48 +215,33 @@ class Kernels:
         if (abi := library.recorder_native_abi()) != ABI:
             raise ValueError(f"{path} has ABI {abi}: expected {ABI}")
         self.level = LEVELS[library.recorder_native_select(level)]
-        pointer, number = ctypes.c_void_p, ctypes.c_int64
-        self._measure = library.recorder_native_measure
-        self._measure_held = held.recorder_native_measure
-        for measure in (self._measure, self._measure_held):
-            measure.argtypes = (pointer, number, pointer, pointer)
-            measure.restype = None
-        self._planes = library.recorder_native_planes
-        self._planes.argtypes = (pointer, number, number, number, number, pointer, number)
-        self._planes.restype = None
-        self._huffman = library.recorder_native_huffman
-        self._huffman.argtypes = (pointer, number, number, number, pointer, number, pointer)
-        self._huffman.restype = number
-        self._sample = library.recorder_native_sample
-        self._sample.argtypes = (pointer, number, number, number, number, pointer, pointer)
-        self._sample.restype = number
-        self._encode = library.recorder_native_encode
-        self._encode.argtypes = (pointer, number, number, number, pointer, number, pointer)
-        self._encode.restype = number
-        self._measure_parallel = library.recorder_native_measure_parallel
-        self._measure_parallel_held = held.recorder_native_measure_parallel
-        for measure in (self._measure_parallel, self._measure_parallel_held):
-            measure.argtypes = (pointer, number, number, pointer, pointer, pointer)
-            measure.restype = None
-        self._squares, self._squares_held = library.recorder_native_squares, held.recorder_native_squares
-        for squares in (self._squares, self._squares_held):
-            squares.argtypes = (pointer, number, pointer, pointer)
-            squares.restype = ctypes.c_double
-        self.squares_held: Callable[[bytes, int], float] = held.recorder_native_squares_at
+        pointer, number, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
+
+        def both(name: str, *arguments: type, result: type | None = None) -> tuple[Any, Any]:
+            """Declare a function, and return it as it lets go of the interpreter's lock, and as it keeps the lock."""
+            functions = library[f"recorder_native_{name}"], held[f"recorder_native_{name}"]
+            for function in functions:
+                function.argtypes, function.restype = arguments, result
+            return functions
+
+        self._measure, self._measure_held = both("measure", pointer, number, pointer, pointer)
+        self._measure_parallel, self._measure_parallel_held = both(
+            "measure_parallel", pointer, number, number, pointer, pointer, pointer
+        )
+        self._squares, self._squares_held = both("squares", pointer, number, pointer, pointer, result=real)
+        self._squares_of_many, self._squares_of_many_held = both(
+            "squares_of_many", pointer, number, number, pointer, pointer, pointer
+        )
+        self._planes, _ = both("planes", pointer, number, number, number, number, pointer, number)
+        self._huffman, _ = both("huffman", pointer, number, number, number, pointer, number, pointer, result=number)
+        self._sample, _ = both("sample", pointer, number, number, number, number, pointer, pointer, result=number)
+        self._encode, _ = both("encode", pointer, number, number, number, pointer, number, pointer, result=number)
+        _, self._moved = both("moved", pointer, number, pointer, pointer)
+        _, self._scratch_bytes = both("scratch", number, number, result=number)
+        self.squares_held: Callable[[bytes, int], float]
+        _, self.squares_held = both("squares_at", pointer, pointer, result=real)
         """Takes the `measuring` of a plan and an address, and returns what `sum_of_squares` does, in half of the time.
         It runs on one thread, with the interpreter's lock held."""
-        held.recorder_native_squares_at.argtypes = pointer, pointer
-        held.recorder_native_squares_at.restype = ctypes.c_double
-        self._squares_of_many = library.recorder_native_squares_of_many
-        self._squares_of_many_held = held.recorder_native_squares_of_many
-        for squares in (self._squares_of_many, self._squares_of_many_held):
-            squares.argtypes = (pointer, number, number, pointer, pointer, pointer)
-            squares.restype = None
-        self._moved = held.recorder_native_moved
-        self._moved.argtypes, self._moved.restype = (pointer, number, pointer, pointer), None
-        self._scratch_bytes = held.recorder_native_scratch
-        self._scratch_bytes.argtypes = (number, number)
-        self._scratch_bytes.restype = number
         self._of_thread = _OfThread(int(self._scratch_bytes(0, 1)))
 
     def fingerprint(self, data: _Bytes, num_words: int, weights: Weights) -> int:
