@@ -1,7 +1,7 @@
 """Records parameters, final gradients and learning rates before an optimizer step, and the optimizer's state after it.
 
-The hooks on `torch.optim.Optimizer` see every optimizer of the process. Nothing here may read a value from a device
-except once at the start, change an argument except to wrap a closure, raise into training, or keep a parameter alive.
+The hooks on `torch.optim.Optimizer` see every optimizer of the process. Nothing here may read a value from a device,
+change an argument except to wrap a closure, raise into training, or keep a parameter alive.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 
 from ..observe.selection import NOTHING
 from ..records import KEEP_PROBE, KEEP_TOKENS, StepPosition
-from ..system.processes import live_instances, loaded
+from ..system.processes import loaded
 from .core import Capture
 from .hooks.module import StateTime
 from .hooks.parameter_rows import ModuleParameter, OriginalParameter, ParameterRows
@@ -64,11 +64,6 @@ class _Probed(NamedTuple):
     updates: Updates
 
 
-def find_live() -> list[Optimizer]:
-    """Return every live optimizer of this process. Only types of objects are read, so no lazy object is loaded."""
-    return live_instances(Optimizer)
-
-
 def updating(optimizer: Any) -> Any:
     """Return this rank's optimizer inside torch's ZeroRedundancyOptimizer. Return any other optimizer itself.
 
@@ -76,31 +71,6 @@ def updating(optimizer: Any) -> Any:
     """
     kind = loaded("torch.distributed.optim", "ZeroRedundancyOptimizer")
     return getattr(optimizer, "optim", None) if kind is not None and isinstance(optimizer, kind) else optimizer
-
-
-def last_step(optimizers: list[Optimizer]) -> int | None:
-    """Return the largest ``state["step"]`` of the optimizers. Return None if no state has a step.
-
-    No other function of this file reads values from a device. Steps on a device are ignored while a graph is captured
-    there, or if the user forbids waiting for the device.
-    """
-    recorded = [
-        state["step"]
-        for optimizer in optimizers
-        for state in optimizer.state.values()
-        if isinstance(state, dict) and "step" in state
-    ]
-    steps = [int(step) for step in recorded if not _is_on_gpu(step)]
-    for device in {step.device for step in recorded if _is_on_gpu(step)}:
-        if not torch.cuda.is_current_stream_capturing():
-            with contextlib.suppress(RuntimeError):
-                there = [step.detach().reshape(()) for step in recorded if _is_on_gpu(step) and step.device == device]
-                steps.append(int(torch.stack(there).max()))
-    return max(steps, default=None)
-
-
-def _is_on_gpu(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_cuda
 
 
 def _num_steps_under_way(optimizer: Optimizer) -> int:

@@ -30,7 +30,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ..capture import topology
 from ..capture.groups import find_data_parallel, wrappers_around
-from ..capture.optimizer import find_live
 from ..capture.step_closures import wrap_closure
 from ..observe import tree
 from ..observe.selection import RuleSelection
@@ -143,7 +142,7 @@ def model_around(module: nn.Module, *, of_any: bool = False) -> tuple[nn.Module,
     Transparent wrappers change no path and are skipped.
     """
     if isinstance(module, torch.jit.ScriptModule):
-        return module, find_live(), []
+        return module, live_instances(Optimizer), []
     optimizers: list[Optimizer] = []
     trained: set[int] = set()
     holders: dict[int, list[Any]] = {}
@@ -214,7 +213,7 @@ def is_only_model(model: nn.Module) -> bool:
     if num_ranks > 1 and (data_parallel is None or len(data_parallel["ranks"]) < num_ranks):
         return False
     known = {id(parameter) for parameter in model.parameters()}
-    optimizers = find_live()
+    optimizers = live_instances(Optimizer)
     trained = [id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
     if not trained or not known.issuperset(trained):
         return False
@@ -261,12 +260,12 @@ class EarlyOptimizers:
         """Return True if a live optimizer trains a parameter whose `id` is in `parameters`."""
         if not self.live and self._num_scans < _MAX_LIVE_SCANS:
             self._num_scans += 1
-            self.live = find_live()
+            self.live = live_instances(Optimizer)
         return any(id(p) in parameters for o in self.live for group in o.param_groups for p in group["params"])
 
     def take(self) -> list[Optimizer]:
         """Return the live optimizers. From now on this object holds no reference to them."""
-        live, self.live = self.live or find_live(), []
+        live, self.live = self.live or live_instances(Optimizer), []
         return live
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

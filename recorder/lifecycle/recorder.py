@@ -7,6 +7,7 @@ worker and a compile worker import torch too. Nothing here may raise into traini
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import signal
@@ -28,7 +29,6 @@ from ..capture.hooks.callbacks import ROOTS
 from ..capture.hooks.module import MODULES
 from ..capture.hooks.root import Root
 from ..capture.marks import main_parameter
-from ..capture.optimizer import last_step
 from ..config import Loaded
 from ..format.manifest import EXCEPTION
 from ..observe import tree
@@ -251,7 +251,7 @@ class Recorder:
         for optimizer in live:
             recording.optimizers.name_of(optimizer)
         clock = capture.clock
-        resumed = last_step(live)
+        resumed = _last_step(live)
         if resumed is not None:
             clock.step, clock.source = resumed, "optimizer"
         if self.first_step is not None:
@@ -467,3 +467,28 @@ class Recorder:
         if self._termination is not None:
             self._termination.abandon()
         self._on_change(self, False)
+
+
+def _last_step(optimizers: list[Optimizer]) -> int | None:
+    """Return the largest ``state["step"]`` of the optimizers. Return None if no state has a step.
+
+    Only this function waits for a device. Steps on a device are ignored while a graph is captured there, or if the user
+    forbids waiting for the device.
+    """
+    recorded = [
+        state["step"]
+        for optimizer in optimizers
+        for state in optimizer.state.values()
+        if isinstance(state, dict) and "step" in state
+    ]
+    steps = [int(step) for step in recorded if not _is_on_gpu(step)]
+    for device in {step.device for step in recorded if _is_on_gpu(step)}:
+        if not torch.cuda.is_current_stream_capturing():
+            with contextlib.suppress(RuntimeError):
+                there = [step.detach().reshape(()) for step in recorded if _is_on_gpu(step) and step.device == device]
+                steps.append(int(torch.stack(there).max()))
+    return max(steps, default=None)
+
+
+def _is_on_gpu(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_cuda

@@ -9,9 +9,10 @@ from collections.abc import Iterator
 import pyarrow as pa
 import pytest
 import torch
+from torch.optim import Optimizer
 
-from recorder.capture.optimizer import find_live
 from recorder.lifecycle import active
+from recorder.system.processes import live_instances
 
 from .ends import Trainer
 
@@ -22,7 +23,7 @@ def _nothing_left_over() -> None:
     if active._current is not None:
         active._current.close()
     gc.collect()
-    for optimizer in find_live():
+    for optimizer in live_instances(Optimizer):
         optimizer.state.clear()
 
 
