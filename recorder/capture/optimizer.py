@@ -22,11 +22,11 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 
 from ..observe.selection import NOTHING
 from ..records import KEEP_PROBE, KEEP_TOKENS, StepPosition
-from ..system.processes import loaded
 from .core import Capture
 from .hooks.module import StateTime
 from .hooks.parameter_rows import ModuleParameter, OriginalParameter, ParameterRows
 from .hooks.root import Root
+from .known_optimizers import KnownOptimizers, updating
 from .local_values import PLAIN, are_plain
 from .marks import main_parameter
 from .probe import Probe, ProbedGroup
@@ -37,8 +37,6 @@ from .updates import Updates
 _MAX_PROBED = 64
 _FIRST_PARAMETERS = 16
 """The number of parameters of an optimizer that are looked at to find the model that the optimizer trains."""
-_A_TRAINING = 10
-"""An optimizer that has counted so many updates was a training, and the name is not given to the next optimizer."""
 HERE_ALONE = '{"of_one_rank":true}'
 """The note of optimizer state that only this rank has: ZeroRedundancyOptimizer divides the parameters among ranks."""
 _is_compiling = torch.compiler.is_compiling
@@ -62,15 +60,6 @@ class _Probed(NamedTuple):
     groups: dict[_GroupKey, ProbedGroup | None]
     """The groups of values that the probe measures with one call. None if the values must be measured one by one."""
     updates: Updates
-
-
-def updating(optimizer: Any) -> Any:
-    """Return this rank's optimizer inside torch's ZeroRedundancyOptimizer. Return any other optimizer itself.
-
-    Return None for a ZeroRedundancyOptimizer that has not made its own optimizer yet.
-    """
-    kind = loaded("torch.distributed.optim", "ZeroRedundancyOptimizer")
-    return getattr(optimizer, "optim", None) if kind is not None and isinstance(optimizer, kind) else optimizer
 
 
 def _num_steps_under_way(optimizer: Optimizer) -> int:
@@ -110,29 +99,15 @@ class OptimizerHooks:
         self._late: dict[int, weakref.ref[torch.Tensor]] = {}
         """By id, parameters first seen after this step's scan of the modules. The next scan looks for their modules."""
         self._learned_at = -1
-        self.looks = UpdateLooks(capture, self.holds)
+        self.known = KnownOptimizers(capture.settings.step_optimizer)
+        self.looks = UpdateLooks(capture, self.known.hold)
         self._has_rescanned = False
-        self._has_noted_rates = False
-        """Whether the manifest has the learning rates of all groups in `_groups`."""
         self._rates_wait = True
         """Whether the learning rates are recorded once the closure of the step under way has returned."""
-        self.known: dict[int, tuple[weakref.ref[Optimizer], str]] = {}
-        self._groups: dict[int, tuple[weakref.ref[Optimizer], list[int]]] = {}
-        """By optimizer id, the optimizer and the ids of its parameter groups when it had the most groups."""
-        self.num_named = 0
-        self._counting: Callable[[], Optimizer | None] | None = None
-        self._counted = ("", 0)
-        """The name of the optimizer that counted the last updates, and the number of these updates."""
-        self._made_late: dict[int, weakref.ref[Optimizer]] = {}
-        """By id, the optimizers that were made after the first update."""
-        self._waiting: int | None = None
-        """The id of the first optimizer of `_made_late` that has stepped since the one that counts. Otherwise None."""
         self._active: Callable[[], Optimizer | None] | None = None
         self._scaler_calls: list[dict[str, Any]] = []
         self._repeats: dict[str, dict[int, int]] = {"grad": {}, "optim": {}, "buffer": {}}
         """By site and parameter id, the last `repeat` (index among rows of one key) in this step. Buffers have id 0."""
-        self._firsts: dict[int, int] = {}
-        """By optimizer id, the id of the first parameter that the optimizer updated in this step."""
         self._repeats_step = -1
         self.num_steps = 0
         self._handles = [register_optimizer_step_pre_hook(self._before), register_optimizer_step_post_hook(self._after)]
@@ -143,76 +118,9 @@ class OptimizerHooks:
         self._init = self._wrap_init(Optimizer.__init__)
         Optimizer.__init__ = self._init  # type: ignore[method-assign]
 
-    def names(self) -> list[dict[str, str]]:
-        """Return the name and the class of every live optimizer that was seen, for the manifest."""
-        return [
-            {"name": name, "class": type(optimizer).__name__}
-            for reference, name in self.known.values()
-            if (optimizer := reference()) is not None
-        ]
-
-    def name_of(self, optimizer: Optimizer) -> str:
-        """Return an optimizer's name: the class name, with a number if several live optimizers share the class name.
-
-        An optimizer that the program makes anew at each step keeps the name of the previous optimizer. An optimizer
-        for another training does not. A ZeroRedundancyOptimizer has the name of the optimizer inside it.
-        """
-        known = self.known.get(id(optimizer))
-        if known is not None and known[0]() is optimizer:
-            return known[1]
-        self.known = {key: known for key, known in self.known.items() if known[0]() is not None}
-        inside = updating(optimizer)
-        for key, (reference, name) in self.known.items():
-            if updating(reference()) is optimizer:
-                return name
-            if reference() is inside:
-                del self.known[key]
-                break
-        else:
-            base, used = type(inside or optimizer).__name__, {name for _, name in self.known.values()}
-            used |= {self._counted[0]} if self._counted[1] >= _A_TRAINING else set()
-            name, i = base, 0
-            while name in used:
-                i += 1
-                name = f"{base}_{i}"
-        self.known[id(optimizer)] = weakref.ref(optimizer), name
-        self.know_groups(optimizer)
-        self._firsts.pop(id(optimizer), None)
-        self.num_named += 1
-        return name
-
-    def know_groups(self, optimizer: Optimizer) -> list[int]:
-        """Return the ids of all parameter groups of an optimizer. ZeRO 1 and 2 step with one group at a time."""
-        known = self._groups.get(id(optimizer))
-        if known is not None and known[0]() is optimizer and len(known[1]) >= len(optimizer.param_groups):
-            return known[1]
-        self._groups = {key: one for key, one in self._groups.items() if one[0]() is not None}
-        self._groups[id(optimizer)] = weakref.ref(optimizer), [id(group) for group in optimizer.param_groups]
-        self._has_noted_rates = False
-        return self._groups[id(optimizer)][1]
-
-    def _numbers(self, optimizer: Optimizer) -> Sequence[int]:
-        """Return the index of each of an optimizer's present parameter groups among all groups that it has had."""
-        groups, ids = optimizer.param_groups, self.know_groups(optimizer)
-        if len(groups) == len(ids):
-            return range(len(ids))
-        return [ids.index(id(group)) if id(group) in ids else i for i, group in enumerate(groups)]
-
-    def _live(self) -> list[Optimizer]:
-        return [optimizer for reference, _ in self.known.values() if (optimizer := reference()) is not None]
-
-    def holds(self, parameters: set[int]) -> bool:
-        """Whether a live optimizer updates a parameter with one of these ids."""
-        return any(id(parameter) in parameters for live in self._live() for parameter in parameters_of(live))
-
-    def have_common_parameters(self) -> bool:
-        """Return whether two optimizers have a parameter in common: one of them may have the parameters by mistake."""
-        parameters = [id(one) for optimizer in self._live() for one in parameters_of(optimizer)]
-        return len(parameters) > len(set(parameters))
-
     def all_have_roots(self) -> bool:
         """Whether every parameter of every live optimizer is in a root (a model under hooks)."""
-        return all(self.has_root(optimizer) for optimizer in self._live())
+        return all(self.has_root(optimizer) for optimizer in self.known.live())
 
     def has_root(self, optimizer: Optimizer) -> bool:
         """Whether every parameter of an optimizer is in a root (a model under hooks)."""
@@ -251,7 +159,7 @@ class OptimizerHooks:
         # DDP removes the DTensor parameters of tensor parallel modules when these first run. So rows that are known are
         # kept.
         kept = {key: o for key, o in self._rows.items() if o.root_name in names and id(o.reference()) == key}
-        updated = [one for live in self._live() for one in parameters_of(live)]
+        updated = [one for live in self.known.live() for one in parameters_of(live)]
         self._rows = kept | {id(parameter): rows for root in roots for parameter, rows in parameter_rows(root, updated)}
 
     def rescan(self) -> None:
@@ -260,7 +168,7 @@ class OptimizerHooks:
         self._unknown.clear()
         self._learn()
         self._has_rescanned = False
-        self._has_noted_rates = False
+        self.known.has_noted_rates = False
 
     def _rescan_after_first_step(self) -> None:
         """Look for wrappers at the first step after a new root. The model may have been wrapped after `attach`."""
@@ -278,7 +186,7 @@ class OptimizerHooks:
         """
         if self._repeats_step != self._capture.clock.step:
             self._repeats_step = self._capture.clock.step
-            self._firsts.clear()
+            self.known.firsts.clear()
             for repeats in self._repeats.values():
                 repeats.clear()
         return self._repeats[site]
@@ -287,36 +195,7 @@ class OptimizerHooks:
         """Whether this call begins an update. ZeRO steps group by group, so a call may continue an update."""
         self._repeats_at("grad")
         first = next(map(id, parameters_of(optimizer)), 0)
-        return self._firsts.setdefault(id(optimizer), first) == first
-
-    def _counts(self, optimizer: Optimizer) -> bool:
-        if self._counting is None or self._counting() is None:  # no optimizer counts the steps now
-            wanted = self._capture.settings.step_optimizer
-            if wanted and wanted not in (self.name_of(optimizer), type(optimizer).__name__):
-                return False
-            self._counting = weakref.ref(optimizer)
-        return self._counting() is optimizer
-
-    def _takes_over(self, optimizer: Optimizer) -> bool:
-        """Whether an optimizer counts the steps from now on, while the one that has counted is alive.
-
-        It was made after the first update, and steps for the second time since the optimizer that counts, as in another
-        training. Or it is the second one that is made for the parameters of the optimizer that counts, and that steps
-        since then: a program may make one for each step, and a schedule may keep the first one alive.
-        """
-        reference = self._made_late.get(id(optimizer))
-        if reference is None or reference() is not optimizer or self._capture.settings.step_optimizer:
-            return False
-        if self._waiting is None:
-            self._waiting = id(optimizer)
-            return False
-        if self._waiting != id(optimizer):
-            counting = None if self._counting is None else self._counting()
-            first = None if counting is None else next(parameters_of(counting), None)
-            if first is None or next(parameters_of(optimizer), None) is not first:
-                return False
-        self._counting = weakref.ref(optimizer)
-        return True
+        return self.known.firsts.setdefault(id(optimizer), first) == first
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record the values that the update will use, or wrap the closure that computes them (the pre-step hook)."""
@@ -336,19 +215,19 @@ class OptimizerHooks:
         for call in self._scaler_calls:
             call["stepped"] = True
         if not self._has_rescanned:
-            self.name_of(optimizer)  # its tensors may be views into parameters, which the search looks for
+            self.known.name_of(optimizer)  # its tensors may be views into parameters, which the search looks for
             self._rescan_after_first_step()
-        self.know_groups(optimizer)
-        if not self._has_noted_rates:
-            self.name_of(optimizer)  # `name_of` adds the optimizer to `known`
+        self.known.groups_of(optimizer)
+        if not self.known.has_noted_rates:
+            self.known.name_of(optimizer)  # which makes the optimizer known
             self._note_rates()
         capture = self._capture
         # A forward does not advance the step if it is not seen, because hooks are compiled away or the root takes none,
         # or if it looked like a validation.
         is_missed = not capture.has_seen_forward or any(root.clock.is_trained_evaluating for root in capture.roots)
-        if is_missed and self._counts(optimizer) and capture.clock.advance_if_stepped():
+        if is_missed and self.known.counts(optimizer) and capture.clock.advance_if_stepped():
             capture.step_changed()
-        self.looks.before_update(optimizer, is_counting=self._counts(optimizer), live=self._live)
+        self.looks.before_update(optimizer, is_counting=self.known.counts(optimizer), live=self.known.live)
         wrapped = wrap_closure(args, kwargs, lambda: self.closure_returned(optimizer))
         self._file_losses(optimizer)
         self._rates_wait = wrapped is not None  # the forward in the closure begins the step
@@ -372,7 +251,7 @@ class OptimizerHooks:
             if self._rates_wait:
                 self._rates_wait = False
                 self._record_rates(optimizer)
-            if not self._has_noted_rates:
+            if not self.known.has_noted_rates:
                 self._note_rates()
             self.record_before(optimizer)
         except Exception as error:
@@ -403,10 +282,11 @@ class OptimizerHooks:
             self._capture.hook_failed(f"{type(optimizer).__name__}.step", error)
 
     def _count(self, optimizer: Optimizer) -> None:
-        name = self.name_of(optimizer)
+        known = self.known
+        name = known.name_of(optimizer)
         self.num_steps += 1
-        if self._counts(optimizer) or self._takes_over(optimizer):
-            self._waiting, self._counted = None, (name, self._counted[1] * (self._counted[0] == name) + 1)
+        if known.counts(optimizer) or known.takes_over(optimizer):
+            known.waiting, known.counted = None, (name, known.counted[1] * (known.counted[0] == name) + 1)
             clock = self._capture.clock
             if clock.source == "counted":
                 states = updating(optimizer).state.values()
@@ -428,7 +308,7 @@ class OptimizerHooks:
         note = '{"grad":"scaled"}' if getattr(optimizer, "grad_scale", None) is not None else None
         keeps_param, keeps_grad = capture.selection.keeps("param"), capture.selection.keeps("grad")
         parameters = list(parameters_of(optimizer)) if keeps_param or keeps_grad else []
-        if parameters and self._counts(optimizer) and all(self._rows_of(one) is None for one in parameters):
+        if parameters and self.known.counts(optimizer) and all(self._rows_of(one) is None for one in parameters):
             parameters = self._copied() or parameters
         with self._known(optimizer, parameters, note, at.moment, repeats) as is_done:
             for parameter in () if is_done else parameters:
@@ -441,7 +321,7 @@ class OptimizerHooks:
                     rows.record("param", "", parameter, at)
                 if keeps_grad and (gradient := rows.gradient(parameter)) is not None:
                     rows.record("grad", "", gradient, at, scope="final", note=note)
-        if capture.selection.keeps("buffer") and self._counts(optimizer) and self._begins_update(optimizer):
+        if capture.selection.keeps("buffer") and self.known.counts(optimizer) and self._begins_update(optimizer):
             repeats = self._repeats_at("buffer")
             repeat = repeats[0] = repeats.get(0, -1) + 1
             for root in capture.roots:
@@ -450,7 +330,7 @@ class OptimizerHooks:
     def _copied(self) -> list[torch.Tensor]:
         """Return all roots' parameters if the optimizers hold only copies of parameters, otherwise an empty list."""
         is_own_thread = all(root.thread in (None, threading.get_ident()) for root in self._capture.roots)
-        if not is_own_thread or self.holds(set(self._rows)):
+        if not is_own_thread or self.known.hold(set(self._rows)):
             return []
         return [one for rows in self._rows.values() if (one := rows.reference()) is not None and one.numel()]
 
@@ -568,14 +448,14 @@ class OptimizerHooks:
     def _note_rates(self) -> None:
         """Note the name of each parameter's learning rate in the manifest. Called for new optimizers and new groups."""
         # An optimizer around another, as of Accelerate, has the groups of the other, by whose name rates are recorded.
-        live = sorted(self._live(), key=lambda one: "param_groups" in vars(one))
+        live = sorted(self.known.live(), key=lambda one: "param_groups" in vars(one))
         rates = {
-            id(parameter): f"lr.{self.name_of(one)}.{number}"
+            id(parameter): f"lr.{self.known.name_of(one)}.{number}"
             for one in live
-            for number, group in zip(self._numbers(one), one.param_groups, strict=True)
+            for number, group in zip(self.known.numbers_of(one), one.param_groups, strict=True)
             for parameter in group["params"]
         }
-        self._has_noted_rates = True
+        self.known.has_noted_rates = True
         for root in self._capture.roots:
             root.inventory.note_rates(rates)
 
@@ -587,10 +467,10 @@ class OptimizerHooks:
                 root.inventory.note_unstepped(self._capture.clock.step)
 
     def _record_rates(self, optimizer: Optimizer) -> None:
-        name = self.name_of(optimizer)
+        name = self.known.name_of(optimizer)
         root = next((o.root_name for o in map(self._rows_of, parameters_of(optimizer)) if o is not None), None)
-        numbers = self._numbers(optimizer)
-        if len(numbers) == len(self.know_groups(optimizer)) and not self._begins_update(optimizer):
+        numbers = self.known.numbers_of(optimizer)
+        if len(numbers) == len(self.known.groups_of(optimizer)) and not self._begins_update(optimizer):
             return
         for number, group in zip(numbers, optimizer.param_groups, strict=True):
             rate = group.get("lr")
@@ -631,10 +511,9 @@ class OptimizerHooks:
                 return
             try:
                 if hooks.num_steps:
-                    hooks._made_late = {key: one for key, one in list(hooks._made_late.items()) if one() is not None}
-                    hooks._made_late[id(optimizer)] = weakref.ref(optimizer)
+                    hooks.known.made_late(optimizer)
                 if updating(optimizer) is not None:
-                    hooks.name_of(optimizer)
+                    hooks.known.name_of(optimizer)
                 hooks._on_search(optimizer)
             except Exception as error:
                 hooks._capture.hook_failed(type(optimizer).__name__, error)

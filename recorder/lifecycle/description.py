@@ -82,7 +82,7 @@ class Description:
             "waited_s": round(capture.pool.waited_s, 3),
             "roots": [_describe_root(root) for root in capture.past_roots + capture.roots],
             **({"groups": groups} if (groups := process_groups()) else {}),
-            "optimizers": optimizers.names() if optimizers is not None else [],
+            "optimizers": optimizers.known.described() if optimizers is not None else [],
             **self.news(events, commands),
             "autoload": self.by_flag,
         }

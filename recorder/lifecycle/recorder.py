@@ -128,10 +128,10 @@ class Recorder:
         if trainable and torch.is_grad_enabled():
             return True
         optimizers = None if self.recording is None else self.recording.optimizers
-        trained = self._early.hold if optimizers is None else optimizers.holds
+        trained = self._early.hold if optimizers is None else optimizers.known.hold
         if trained({id(p) for p in parameters}):
             return True
-        if self.settings.roots == "any" and not self._early.live and not (optimizers and optimizers.known):
+        if self.settings.roots == "any" and not self._early.live and not (optimizers and optimizers.known.by_id):
             return True
         self._turned_down = max(self._turned_down, (len(parameters), tree.class_name(module)))
         return False
@@ -243,13 +243,13 @@ class Recorder:
         self.capture = capture = recording.capture
         live = self._early.take()  # from now on the recorder holds only weak references to the optimizers
         for optimizer in live:
-            recording.optimizers.know_groups(optimizer)
+            recording.optimizers.known.groups_of(optimizer)
         if not self.by_flag:  # an earlier training may have left its optimizer, whose steps do not count
             parameters = {id(one) for p in module.parameters() for one in (p, main_parameter(p))}
             live = [o for o in live if any(id(p) in parameters for group in o.param_groups for p in group["params"])]
         capture.every_call_is_a_step = self.settings.roots == "any" and not live
         for optimizer in live:
-            recording.optimizers.name_of(optimizer)
+            recording.optimizers.known.name_of(optimizer)
         clock = capture.clock
         resumed = _last_step(live)
         if resumed is not None:
@@ -323,10 +323,10 @@ class Recorder:
                 optimizers.rescan()
         if discovery is None or not discovery.is_on:
             return
-        if optimizers.num_named != self._num_optimizers:
-            self._num_optimizers = optimizers.num_named
+        if optimizers.known.num_named != self._num_optimizers:
+            self._num_optimizers = optimizers.known.num_named
             discovery.reconsider()
-        if not optimizers.all_have_roots() or optimizers.have_common_parameters():
+        if not optimizers.all_have_roots() or optimizers.known.have_common_parameters():
             return
         self._check_patterns(self.recording)
         if not has_compiled_anything():
