@@ -66,7 +66,8 @@ from .local_values import (
     without_masked,
 )
 from .nonfinite import FirstNonFinite
-from .probe import MAX_COLUMNS, Probe, ProbedGroup, SeenBefore
+from .probe import MAX_COLUMNS, Probe, SeenBefore
+from .probed_groups import ProbedGroup
 from .program_values import Scalars, TapsByHand
 from .rule_commands import RuleCommands
 from .staging import copies

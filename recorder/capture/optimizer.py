@@ -29,7 +29,8 @@ from .hooks.root import Root
 from .known_optimizers import KnownOptimizers, updating
 from .local_values import PLAIN, are_plain
 from .marks import main_parameter
-from .probe import Probe, ProbedGroup
+from .probe import Probe
+from .probed_groups import ProbedGroup
 from .step_closures import wrap_closure
 from .update_looks import IDLE_UPDATES, UpdateLooks, parameters_of
 from .updates import Updates

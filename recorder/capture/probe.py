@@ -15,15 +15,13 @@ Nothing here may wait for a device, or hold a tensor.
 
 from __future__ import annotations
 
-import json
 import math
-import operator
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import accumulate, compress
+from itertools import compress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -47,67 +45,15 @@ from ..records import (
     StepPosition,
     ValuePlace,
 )
-from ..sites import AT_LEAST, PROBE, UPDATE, may_mask, may_overflow
+from ..sites import PROBE, UPDATE, may_mask, may_overflow
 from ..system.text import value_in_words
 from .device_probe import DeviceProbe, NormsOnWay, ProbedValue, SeenOnDevice
-from .local_values import DTYPES, are_ordinary, are_plain, lie_strided
+from .local_values import DTYPES
+from .probe_rows import StepNumbers, block_rows
+from .probed_groups import ProbedGroup
 
 if TYPE_CHECKING:
     from .staging.measure import HostMeasure
-
-
-_FLOAT32_MAX = float(np.finfo(np.float32).max)
-_L2, _NUM_NAN, _NUM_INF, _NUMEL = range(4)
-"""The rows of the payload of a value that was not finite, or changed its size, in the block. Others only have norms."""
-_BAD = slice(_NUM_NAN, _NUM_INF + 1)
-
-
-class StepNumbers(NamedTuple):
-    """The probe's numbers of one step. Each value has one column: an index into the arrays."""
-
-    step: int
-    sums: npt.NDArray[np.float64]
-    """For each value, the sum of the squares of its finite elements; NaN where a value on a device was not finite."""
-    numels: npt.NDArray[np.float64]
-    """For each value, the number of elements that were seen at this step. 0 if the value was not seen."""
-    bad: dict[int, tuple[int, int]]
-    """For each column (one value) with non-finite elements, the number of NaN and the number of infinite elements."""
-
-
-def block_rows(
-    columns: Sequence[ProbedSeries], steps: Sequence[StepNumbers]
-) -> Iterator[tuple[int, torch.Tensor, str]]:
-    """Yield index, payload and note of a row for each column (one value) that was seen at a step of the block."""
-    every = steps[1].step - steps[0].step if len(steps) > 1 else 1
-    block = np.zeros((4, len(columns), len(steps)))
-    for at, one in enumerate(steps):
-        block[_L2, : len(one.sums), at] = np.sqrt(one.sums)
-        block[_NUMEL, : len(one.sums), at] = one.numels
-        for column, counts in one.bad.items():
-            block[_BAD, column, at] = counts
-    is_there = block[_NUMEL] > 0
-    most = block[_NUMEL].max(axis=1)
-    has_norm_alone = (np.where(is_there, block[_NUMEL], np.inf).min(axis=1) == most) & ~block[_BAD].any(axis=(0, 2))
-    norms = np.where(is_there, block[_L2], np.nan)
-    is_narrow = np.fmax.reduce(norms, axis=1) < _FLOAT32_MAX
-    with np.errstate(over="ignore"):
-        narrow = norms.astype(np.float32)
-    notes: dict[tuple[Any, ...], str] = {}
-    for column in np.flatnonzero(most).tolist():
-        facts = columns[column].facts
-        if has_norm_alone[column]:
-            values = torch.from_numpy((narrow if is_narrow[column] else norms)[column])
-            facts = facts | {"numel": int(most[column])}
-        else:
-            values = torch.from_numpy(block[:, column].copy())
-            if np.isnan(block[_L2, column]).any():
-                facts = facts | {"counts": AT_LEAST}
-        key = tuple(facts.items())
-        note = notes.get(key)
-        if note is None:
-            of_row = facts if every == 1 else facts | {"every": every}
-            note = notes[key] = json.dumps(of_row, separators=(",", ":"))
-        yield column, values, note
 
 
 BLOCK_STEPS = 64
@@ -122,33 +68,7 @@ _HELD_BYTES = 1 << 22
 """A value of at most this many bytes is measured with the interpreter's lock held, as in `staging.copies`."""
 _QUICK_ITEMS = 2 * ITEMS_OF_THREAD
 """A value with fewer elements is measured by one thread, however many threads there are."""
-_strided = torch.strided
 _sum = np.add.reduce
-_dtype, _shape, _is_cpu = map(operator.attrgetter, ("dtype", "shape", "is_cpu"))
-
-
-class ProbedGroup(NamedTuple):
-    """Values that are measured with one call, such as the parameters and gradients of an optimizer."""
-
-    values: list[ProbedValue]
-    keeps: list[int]
-    """For each value, what else to keep: bits of KEEP_* without KEEP_PROBE."""
-    tensors: ManyTensors | None
-    """The input of the compiled loops that measure the values. None if the values are on a device."""
-    columns: npt.NDArray[np.int64]
-    """For each value, the index of its column in the probe."""
-    numels: npt.NDArray[np.float64]
-    """For each value, the number of elements."""
-
-    def may_record(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether `Capture.observe_known` can record what the group keeps. It reads host tensors in memory order."""
-        return not any(self.keeps) or self.tensors is None or all(map(torch.Tensor.is_contiguous, tensors))
-
-    def addresses(self, tensors: Sequence[torch.Tensor]) -> list[int] | None:
-        """Return the data addresses of the group's tensors. Return None if they do not fit the group's values."""
-        # Without rows, only squares of the elements are summed, and lazy negative and conjugate bits do not matter.
-        lie_fit = are_ordinary if any(self.keeps) else lie_strided
-        return addresses(self.values, tensors, lie_fit if self.tensors is not None else None)
 
 
 class SeenBefore(NamedTuple):
@@ -623,48 +543,6 @@ class Probe:
                 parameter = self._by_key.get((origin, update.value.phase, update.moment.mode))
                 if update.moment.step == self._step and parameter not in self._were_bad:
                     self._on_device.record_turned(update, is_nan=is_nan)
-
-
-def addresses(
-    values: Sequence[ProbedValue],
-    tensors: Sequence[torch.Tensor],
-    lie_fit: Callable[[Sequence[torch.Tensor]], bool] | None,
-) -> list[int] | None:
-    """Return the tensors' data addresses, or None if a tensor does not fit its value or one call cannot measure all.
-
-    Host tensors fit if their elements fill their memory in any order, as those of ``channels_last`` do.
-    `lie_fit` tells whether host tensors lie as the compiled loops read them. It is None for values on a device: there
-    all addresses are 0, because kernels take the tensors themselves. The tensors are not visited in Python, because
-    there may be thousands of them at each step.
-    """
-    # No list of dtypes or shapes is made: its many small objects would make the garbage collector run.
-    if (
-        len(tensors) != len(values)
-        or not are_plain(tensors)
-        or not all(map(operator.is_, map(_dtype, tensors), map(_dtype, values)))
-        or not all(map(operator.eq, map(_shape, tensors), map(_shape, values)))
-    ):
-        return None
-    if lie_fit is None:
-        place = tensors[0].device
-        is_fit = all(
-            one.device == place and one.layout is _strided and one.untyped_storage().nbytes() for one in tensors
-        )
-        return [0] * len(tensors) if is_fit else None
-    if not (all(map(_is_cpu, tensors)) and lie_fit(tensors)):
-        return None
-    if not all(map(torch.Tensor.is_contiguous, tensors)) and not all(map(is_dense, tensors)):
-        return None
-    found = list(map(torch.Tensor.data_ptr, tensors))
-    return found if all(found) else None
-
-
-def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements of a tensor fill a stretch of memory without gaps or overlaps, in any order."""
-    if tensor.is_contiguous():
-        return True
-    sizes = sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
-    return [stride for stride, _ in sizes] == [1, *accumulate((size for _, size in sizes[:-1]), operator.mul)]
 
 
 def _is_on_host(tensor: torch.Tensor) -> bool:

@@ -17,7 +17,8 @@ from ..native import MOVED_KINDS, SAMPLED, ManyTensors
 from ..records import StepPosition
 from .device_probe import ProbedValue
 from .local_values import DTYPES, are_ordinary
-from .probe import Probe, ProbedGroup, SeenAlone, addresses, is_dense
+from .probe import Probe, SeenAlone
+from .probed_groups import ProbedGroup, addresses, is_dense
 
 
 class Updates:
