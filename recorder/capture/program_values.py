@@ -29,7 +29,7 @@ from ..system.processes import loaded
 from ..taps.graphs import in_functorch, is_traced
 from .aliases import chunk_of_gradient, has_owner
 from .hooks.callbacks import CaptureForHooks, GradientArrives, watch_gradient
-from .hooks.module import SHIFT_STEPS
+from .hooks.given import SHIFT_STEPS
 from .hooks.objectives import SharedTensors
 from .hooks.root import Root
 from .local_values import UnsupportedKind, plain, requires_gradient
@@ -467,7 +467,7 @@ class LossFinder:
                     root.inventory.note_labels_of(function if function.startswith(whole) else f"{whole} of {function}")
                 hooked.record_labels(labels, slice_, keep)
                 if self._capture.clock.step < SHIFT_STEPS and not slice_.moment.micro_step and not has_more:
-                    for name, tokens in hooked.tokens.items():
+                    for name, tokens in hooked.given.tokens.items():
                         if (shift := _shift_of(labels, tokens)) is not None:
                             self._shifts.append((root, name, self._capture.clock.step, *_on_host(shift)))
 

@@ -270,7 +270,7 @@ class Inventory:
                 self._add(i, {"graphless": is_graphless})
             if hooked.time_and_batch is not None and "batch_as_time" not in described:
                 self._look_at_batch(i, hooked.time_and_batch, step)
-            given = hooked.given_since if hooked.times_given >= _OFTEN_GIVEN else None
+            given = hooked.given.since if hooked.given.times >= _OFTEN_GIVEN else None
             if given != described.get("given_again"):
                 self._add(i, {"given_again": given})
         if not is_trained or trains_any:

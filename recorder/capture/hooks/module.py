@@ -31,6 +31,7 @@ from ..marks import CutCalls, chunk_of_parameter, chunks_of_given, is_marked, sp
 from ..topology import is_distributed
 from .callbacks import NO_ROOM, CalledRoot, GradientArrives, NumberedHook, watch_argument_gradient, watch_gradient
 from .calls import record_call
+from .given import GivenArguments
 
 _Call = tuple[Slice, str, int, "tuple[int, int] | None"]
 """A call of a module: `Slice` (the model's forward and backward), phase, call index, `Slice.new_graph`'s result."""
@@ -38,20 +39,12 @@ _Usual = tuple[int, bool, int, Any]
 """Of an output that is one tensor: its rule set, whether a rule of the set is limited to some calls, the rule set of
 its gradient, and what `seen_before` has returned."""
 _MAX_LEAVES = 4096
-SHIFT_STEPS = 3
-"""At so many first steps, labels are compared with the tokens of the model's first argument."""
-_MOST_GIVEN = 4
-"""The most tensors that a model is given by turns where they are told from tensors that are new at each call."""
 _OVER_TIME = (nn.RNNBase, nn.MultiheadAttention)
 """The modules whose attribute `batch_first` says which dim of the input is the time."""
 _numbers = itertools.count(1)
 _is_compiling = torch.compiler.is_compiling
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 _graph_task = torch._C._current_graph_task_id
-
-
-def _are_tokens(tensor: torch.Tensor) -> bool:
-    return type(tensor) is torch.Tensor and tensor.dim() == 2 and tensor.dtype in (torch.int64, torch.int32)
 
 
 def _first_dims(output: Any) -> tuple[int, int] | None:
@@ -73,46 +66,11 @@ class HookedModule:
     """One module under hooks: the rules that select its values, and its calls that are under way."""
 
     __slots__ = (
-        "_again",
-        "_call_key",
-        "_cut",
-        "_disarmed",
-        "_first",
-        "_given",
-        "_given_before",
-        "_handles",
-        "_has_after",
-        "_is_callable",
-        "_is_leaf",
-        "_is_time_first",
-        "_leaves",
-        "_number",
-        "_open_calls",
-        "_owner",
-        "_resting",
-        "_signature",
-        "_tapped_slice",
-        "_usual",
-        "_wants_local",
-        "capture",
-        "class_name",
-        "given_since",
-        "has_entered",
-        "has_graph",
-        "has_trained",
-        "is_expert",
-        "is_hidden",
-        "labels_shape",
-        "module",
-        "node_path",
-        "pre_hook",
-        "root",
-        "root_name",
-        "rule_sets",
-        "time_and_batch",
-        "times_given",
-        "tokens",
-        "was_called",
+        *("_again", "_call_key", "_cut", "_disarmed", "_first", "_handles", "_has_after", "_is_callable"),
+        *("_is_leaf", "_is_time_first", "_leaves", "_number", "_open_calls", "_owner", "_resting"),
+        *("_signature", "_tapped_slice", "_usual", "_wants_local", "capture", "class_name", "given"),
+        *("has_entered", "has_graph", "has_trained", "is_expert", "is_hidden", "labels_shape", "module"),
+        *("node_path", "pre_hook", "root", "root_name", "rule_sets", "time_and_batch", "was_called"),
     )
 
     def __init__(self, root: CalledRoot, node: tree.Node, *, wants_hooks: bool, cut: CutCalls | None = None) -> None:
@@ -144,14 +102,8 @@ class HookedModule:
         """Whether the module's hooks have run; in a call that makes a graph, or whose recompute would; and in a call of
         the model in training that makes no graph."""
         self._signature: tree.Signature | None = None
-        self._given: Callable[[], torch.Tensor | None] = lambda: None
-        self.tokens: dict[str, torch.Tensor] = {}
-        """By name, the arguments of the root's last call with rows of whole numbers, if it was at the first steps."""
-        self._given_before: tuple[tuple[Callable[[], torch.Tensor | None], tuple[int, torch.Size] | None], ...] = ()
-        """The last first arguments that were new: each tensor, or the one that it is a view of and its place there."""
-        self.times_given, self.given_since = 0, 0
-        """For how many calls in training, in a row, the first argument has been one of a few tensors, and since which
-        step."""
+        self.given = GivenArguments()
+        """What the root was given in its calls in training. Nothing is noted of other modules."""
         self._handles: list[Any] = []
         self._resting: list[tuple[Any, tree.Hook]] = []
         """The hooks that were taken off because they have nothing to record now, each with its handle."""
@@ -299,28 +251,9 @@ class HookedModule:
             capture.token_blocks().call_begins(self._leaf("input", "")[0], slice_.moment, leaves)
         if not self.node_path and slice_.moment.mode == "train" and phase == "forward":
             leaves = list(leaves)
-            self._note_given(leaves, slice_.moment.step)
+            self.given.note(leaves, slice_.moment.step)
         for name, tensor in leaves:
             self._see("input", name, tensor, entered, value_mask, gradient_mask)
-
-    def _note_given(self, leaves: list[tuple[str, torch.Tensor]], step: int) -> None:
-        self.tokens = {}
-        if step < SHIFT_STEPS:
-            tokens = ((name, tensor) for name, tensor in leaves if _are_tokens(tensor))
-            self.tokens = dict(itertools.islice(tokens, _MOST_GIVEN))
-        if not leaves:
-            return
-        tensor = leaves[0][1]
-        self._given = weakref.ref(tensor)
-        # The slices of one tensor, which a program makes anew for each call, are one tensor if their elements are.
-        is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_nested
-        base = tensor._base if is_plain else None
-        owner, place = (tensor, None) if base is None else (base, (int(tensor.storage_offset()), tensor.shape))
-        if any(known() is owner and at == place for known, at in self._given_before):
-            self.times_given += 1
-        else:
-            self.times_given, self.given_since = 1, step
-            self._given_before = (*self._given_before[1 - _MOST_GIVEN :], (weakref.ref(owner), place))
 
     def keep_of_labels(self, moment: StepPosition) -> int:
         """Return what to keep of the labels of a loss, as bits of KEEP_*."""
@@ -334,7 +267,7 @@ class HookedModule:
         if not keep:
             return
         names = (name for site, name in self._leaves if site == "input" and name != LABELS)
-        if self._given() is labels or any(map(is_labels, names)) or slice_.moment.step != self.capture.clock.step:
+        if self.given.first() is labels or any(map(is_labels, names)) or slice_.moment.step != self.capture.clock.step:
             return
         origin = self._leaf("input", LABELS)[0]
         if slice_.enter("forward", origin) == 0:

@@ -19,7 +19,7 @@ from ...observe.clock import RootClock, Slice
 from ...observe.tree import has_compiled, has_compiled_anything
 from ...records import StepPosition, ValuePlace
 from ...rules import Rule
-from ...sites import GRADIENT_OF, HELD_BY_MODULES, full_name, is_labels
+from ...sites import GRADIENT_OF, HELD_BY_MODULES, full_name
 from ...system.processes import comes_from_signal_handler
 from ...taps import module_taps
 from ...taps.instrument import has_tap, where_of
@@ -40,9 +40,10 @@ from ..marks import CutCalls, cut_calls, cut_inside, marked_model_parallel, mark
 from ..topology import is_distributed
 from . import callbacks
 from .callbacks import CaptureForHooks, GradientSeen
+from .given import SHIFT_STEPS
 from .inventory import Inventory, depends_on_mode, ids_of
 from .jitter import JitterInputs, add_jitter
-from .module import SHIFT_STEPS, HookedModule, StateTime
+from .module import HookedModule, StateTime
 from .parameter_rows import (
     FlatParameter,
     FsdpParameter,
@@ -506,8 +507,8 @@ class Root:
                 if type(tensor) is torch.Tensor and tensor.grad_fn is not None:
                     if not tensor.dim():
                         self.capture.returned(self.name, name, tensor.grad_fn)
-                    if current.moment.step < SHIFT_STEPS:
-                        self._may_have_labels(tensor)
+                    if current.moment.step < SHIFT_STEPS and (hooked := self.module_at("")) is not None:
+                        hooked.given.forget_labels(tensor)
                 if not current.has_gradient and requires_gradient(tensor):
                     with torch._C.DisableTorchFunctionSubclass():
                         handle = tensor.register_hook(GradientSeen(self.clock, current))
@@ -522,15 +523,6 @@ class Root:
             repeat = current.enter("forward", HELD_BY_MODULES)  # above 0 if the program has named the step
             for root in (self, *self._inner_roots):
                 root.record_state(HELD_BY_MODULES, StateTime(current.moment, "forward", repeat))
-
-    def _may_have_labels(self, output: torch.Tensor) -> None:
-        """Forget the arguments that may be the labels of `output`, a loss or one for each token."""
-        if (hooked := self.module_at("")) is not None and hooked.tokens:
-            hooked.tokens = {
-                name: tensor
-                for name, tensor in hooked.tokens.items()
-                if not is_labels(name) or (output.dim() and output.numel() != tensor.numel())
-            }
 
     @property
     def is_training(self) -> bool:
