@@ -55,13 +55,9 @@ def batch_crcs(batch: pa.RecordBatch) -> Crcs:
     return {name: column_crcs(column) for name, column in zip(batch.schema.names, batch.columns, strict=True)}
 
 
-def seal_metadata(
-    *, number: int, num_batches: int, ledger: Mapping[str, object], has_file_crc: bool = False
-) -> dict[bytes, bytes]:
+def seal_metadata(*, number: int, ledger: Mapping[str, object], has_file_crc: bool = False) -> dict[bytes, bytes]:
     """Return the `custom_metadata` of a shard's last batch, the seal. `has_file_crc`: the footer has a checksum."""
-    if num_batches != number + 1:
-        raise ValueError(f"the seal is batch {number} of {num_batches}: expected to be the last")
-    fields = {"number": number, "rows": 0, "ledger": dict(ledger), "crc32c": {}, "num_batches": num_batches}
+    fields = {"number": number, "rows": 0, "ledger": dict(ledger), "crc32c": {}, "num_batches": number + 1}
     return _metadata(fields | ({"file_crc32c": True} if has_file_crc else {}))
 
 

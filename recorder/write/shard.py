@@ -279,7 +279,7 @@ class BatchFile:
         number = len(self._blocks)
         schema = self._layout.schema
         empty = pa.RecordBatch.from_arrays([pa.nulls(0, field.type) for field in schema], schema=schema)
-        self._append(empty, seal_metadata(number=number, num_batches=number + 1, ledger=ledger, has_file_crc=True))
+        self._append(empty, seal_metadata(number=number, ledger=ledger, has_file_crc=True))
         self.file.append_bytes(self._layout.ending(self._blocks, self._crc))
         self.file.publish(final)
 

@@ -62,7 +62,7 @@ def _shard(compression: str | None = None) -> bytes:
             batch = pa.RecordBatch.from_pylist(part, schema=SCHEMA)
             writer.write_batch(batch, custom_metadata=batch_metadata(batch, number=number, ledger={"written": 8}))
         empty = pa.RecordBatch.from_pylist([], schema=SCHEMA)
-        writer.write_batch(empty, custom_metadata=seal_metadata(number=2, num_batches=3, ledger={"written": 8}))
+        writer.write_batch(empty, custom_metadata=seal_metadata(number=2, ledger={"written": 8}))
     return sink.getvalue()
 
 

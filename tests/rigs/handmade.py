@@ -111,7 +111,7 @@ def shard_bytes(
         end_of_batches = sink.tell() or 8 + schema.serialize().size  # Arrow writes nothing before the first batch
         number = len(batches)
         empty = pa.RecordBatch.from_pylist([], schema=schema)
-        seal = seal_metadata(number=number, num_batches=number + 1, ledger=ledger(written))
+        seal = seal_metadata(number=number, ledger=ledger(written))
         writer.write_batch(empty, custom_metadata=seal)
     data: bytes = sink.getvalue().to_pybytes()
     return data if is_sealed else data[:end_of_batches]
