@@ -300,7 +300,7 @@ class Capture:
         else:
             block = self.pool.take(nbytes) or self._take_later(nbytes, moment.step)
         if block is None:
-            self._had_no_room(origin, keep, nbytes, parts)
+            self._drop(self._say_no_room(origin, keep, nbytes), min(parts, _MAX_DROPPED_PARTS))
             return
         try:
             ready = stager.copy(local, block) if plan is None else stager.measure(local, block, plan)
@@ -447,9 +447,6 @@ class Capture:
         if block is None and ring.is_wanted(moment.step):
             return self.pool.take(nbytes) or self._take_later(nbytes, moment.step)
         return block
-
-    def _had_no_room(self, origin: ValuePlace, keep: int, nbytes: int, parts: int) -> None:
-        self._drop(self._say_no_room(origin, keep, nbytes), min(parts, _MAX_DROPPED_PARTS))
 
     def _say_no_room(self, origin: ValuePlace, keep: int, nbytes: int) -> str:
         """Report that no memory is free for a value, and return the drop reason."""
