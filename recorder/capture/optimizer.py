@@ -7,7 +7,6 @@ change an argument except to wrap a closure, raise into training, or keep a para
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import operator
 import sys
@@ -31,9 +30,9 @@ from .local_values import PLAIN, are_plain
 from .marks import main_parameter
 from .probe import Probe
 from .probed_groups import ProbedGroup
-from .step_closures import wrap_closure
 from .update_looks import IDLE_UPDATES, UpdateLooks, parameters_of
 from .updates import Updates
+from .wrappers import Wrappers, wrap_closure
 
 _MAX_PROBED = 64
 _FIRST_PARAMETERS = 16
@@ -112,12 +111,9 @@ class OptimizerHooks:
         self._repeats_step = -1
         self.num_steps = 0
         self._handles = [register_optimizer_step_pre_hook(self._before), register_optimizer_step_post_hook(self._after)]
-        self._scaler_step = GradScaler.step
-        self._wrapper = self._wrap_scaler(GradScaler.step)
-        GradScaler.step = self._wrapper  # type: ignore[method-assign]
-        self._plain_init = Optimizer.__init__
-        self._init = self._wrap_init(Optimizer.__init__)
-        Optimizer.__init__ = self._init  # type: ignore[method-assign]
+        self._wrappers = Wrappers()
+        self._wrappers.put(GradScaler, "step", self._wrap_scaler)
+        self._wrappers.put(Optimizer, "__init__", self._wrap_init)
 
     def all_have_roots(self) -> bool:
         """Whether every parameter of every live optimizer is in a root (a model under hooks)."""
@@ -482,42 +478,38 @@ class OptimizerHooks:
 
     def _wrap_scaler(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap `GradScaler.step`, because a skipped step calls no hook of the optimizer."""
-        hooks = self
 
-        @functools.wraps(step)
         def wrapped(scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-            if _is_compiling() or not hooks._capture.is_open or not scaler.is_enabled():
+            if _is_compiling() or not self._capture.is_open or not scaler.is_enabled():
                 return step(scaler, optimizer, *args, **kwargs)
             call = {"stepped": False}
-            hooks._scaler_calls.append(call)
+            self._scaler_calls.append(call)
             try:
-                hooks._scaler_begins(scaler)
+                self._scaler_begins(scaler)
                 result = step(scaler, optimizer, *args, **kwargs)
             finally:
-                hooks._scaler_calls.remove(call)
+                self._scaler_calls.remove(call)
             if not call["stepped"]:
-                hooks._skipped(optimizer)
+                self._skipped(optimizer)
             return result
 
         return wrapped
 
     def _wrap_init(self, init: Callable[..., None]) -> Callable[..., None]:
         """Wrap `Optimizer.__init__`, because no hook reports a new optimizer before its model's first forward."""
-        hooks = self
 
-        @functools.wraps(init)
         def wrapped(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
             init(optimizer, *args, **kwargs)
-            if not hooks._capture.is_open:
+            if not self._capture.is_open:
                 return
             try:
-                if hooks.num_steps:
-                    hooks.known.made_late(optimizer)
+                if self.num_steps:
+                    self.known.made_late(optimizer)
                 if updating(optimizer) is not None:
-                    hooks.known.name_of(optimizer)
-                hooks._on_search(optimizer)
+                    self.known.name_of(optimizer)
+                self._on_search(optimizer)
             except Exception as error:
-                hooks._capture.hook_failed(type(optimizer).__name__, error)
+                self._capture.hook_failed(type(optimizer).__name__, error)
 
         return wrapped
 
@@ -541,13 +533,10 @@ class OptimizerHooks:
             self._capture.hook_failed("GradScaler.step", error)
 
     def close(self) -> None:
-        """Remove all hooks. If the program has wrapped one of our wrappers, the program's wrapper keeps working."""
+        """Remove all hooks and wrappers."""
         for handle in self._handles:
             handle.remove()
-        if GradScaler.step is self._wrapper:
-            GradScaler.step = self._scaler_step  # type: ignore[method-assign]
-        if Optimizer.__init__ is self._init:
-            Optimizer.__init__ = self._plain_init  # type: ignore[method-assign]
+        self._wrappers.close()
 
 
 def _next_repeat(repeats: dict[int, int], parameter: torch.Tensor) -> int:

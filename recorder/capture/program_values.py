@@ -34,6 +34,7 @@ from .hooks.objectives import SharedTensors
 from .hooks.root import Root
 from .local_values import UnsupportedKind, plain, requires_gradient
 from .loss_graph import children_of, is_negative, kind_of, labels_below, parameters_below, wrong_argument
+from .wrappers import Wrappers
 
 _ENGINE = "_engine_run_backward"
 _is_compiling = torch.compiler.is_compiling
@@ -300,8 +301,7 @@ class LossFinder:
         self._on_backward = on_backward
         self._scaled: list[tuple[weakref.ref[torch.Tensor], torch.Tensor]] = []
         """For each loss that `GradScaler` scaled last: the scaled result, and the unscaled loss without its graph."""
-        self._wrapped: list[tuple[Any, str, Any, Any]] = []
-        """The wrapped attributes: owner, name, the original function, and our wrapper."""
+        self._wrappers = Wrappers()
         self._misses: dict[tuple[str, ...], int] = {}
         """By the names of the first nodes of a graph, in how many such graphs, one after the other, were no labels."""
         self._looks: dict[tuple[str, tuple[str, ...]], int] = {}
@@ -315,31 +315,24 @@ class LossFinder:
         """Install the wrappers if a rule asks for loss, norms or labels, and the wrappers are not installed yet."""
         selection = self._capture.selection
         wants_labels = selection.names_tensors(selection.rule_set_of_name("input", LABELS))
-        if self._wrapped or not (self._scalars.wants(LOSS) or self._scalars.wants(CLIP_NORM) or wants_labels):
+        if self._wrappers or not (self._scalars.wants(LOSS) or self._scalars.wants(CLIP_NORM) or wants_labels):
             return
         for owner, name in ((clip_grad, "_clip_grads_with_norm_"), (nn.utils, "clip_grads_with_norm_")):
             if hasattr(owner, name):
-                self._wrap(owner, name, functools.partial(self._looking, self._clips, "a clip"))
+                self._wrappers.put(owner, name, functools.partial(self._looking, self._clips, "a clip"))
         if hasattr(torch.autograd, _ENGINE):
-            self._wrap(torch.autograd, _ENGINE, functools.partial(self._looking, self._begins, "the loss"))
+            self._wrappers.put(torch.autograd, _ENGINE, functools.partial(self._looking, self._begins, "the loss"))
         sharded = loaded("torch.distributed.fsdp.sharded_grad_scaler", "ShardedGradScaler")
         for kind in (GradScaler, sharded):
             if kind is not None and "scale" in vars(kind):
-                self._wrap(kind, "scale", functools.partial(self._looking, self._note, "the loss", with_result=True))
-
-    def _wrap(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-        original = getattr(owner, name)
-        ours = (wrapper for _, _, function, wrapper in self._wrapped if function is original)  # pickle wants one object
-        wrapper = next(ours, None) or functools.wraps(original)(make(original))
-        setattr(owner, name, wrapper)
-        self._wrapped.append((owner, name, original, wrapper))
+                look = functools.partial(self._looking, self._note, "the loss", with_result=True)
+                self._wrappers.put(kind, "scale", look)
 
     def _looking(self, look: Any, what: str, original: Any, *, with_result: bool = False) -> Callable[..., Any]:
         """Return the original function, with `look` called before it, or after it with its result as first argument."""
-        finder = self
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            is_seen = not _is_compiling() and finder._capture.is_open
+            is_seen = not _is_compiling() and self._capture.is_open
             if is_seen and not with_result:
                 try_to_look(*args, **kwargs)
             try:
@@ -355,7 +348,7 @@ class LossFinder:
             try:
                 look(*args, **kwargs)
             except Exception as error:
-                finder._capture.hook_failed(what, error)
+                self._capture.hook_failed(what, error)
 
         _leave_uncompiled(run, with_callees=False)
         _leave_uncompiled(try_to_look, with_callees=True)
@@ -472,11 +465,8 @@ class LossFinder:
                             self._shifts.append((root, name, self._capture.clock.step, *_on_host(shift)))
 
     def close(self) -> None:
-        """Remove the wrappers. If the program has wrapped one of our wrappers, the program's wrapper keeps working."""
-        for owner, name, original, wrapper in self._wrapped:
-            if getattr(owner, name) is wrapper:
-                setattr(owner, name, original)
-        self._wrapped.clear()
+        """Remove the wrappers."""
+        self._wrappers.close()
         self._scaled = []
 
 

@@ -30,7 +30,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ..capture import topology
 from ..capture.groups import find_data_parallel, wrappers_around
-from ..capture.step_closures import wrap_closure
+from ..capture.wrappers import wrap_closure
 from ..observe import tree
 from ..observe.selection import RuleSelection
 from ..rules import Rule

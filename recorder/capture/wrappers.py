@@ -1,4 +1,7 @@
-"""Wraps the closures of optimizer steps, so that gradients are recorded that a closure has computed."""
+"""Wraps functions of torch that no hook reports, and the closures of optimizer steps.
+
+A closure is wrapped so that gradients are recorded that it has computed.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,32 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
+
+
+class Wrappers:
+    """The functions of torch that are replaced by wrappers of ours, until `close`."""
+
+    def __init__(self) -> None:
+        self._made: list[tuple[Any, str, Any, Any]] = []
+        """The replaced attributes: owner, name, the original function, and our wrapper."""
+
+    def __bool__(self) -> bool:
+        return bool(self._made)
+
+    def put(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+        """Replace an attribute by what `make` returns for the original function."""
+        original = getattr(owner, name)
+        ours = (wrapper for _, _, function, wrapper in self._made if function is original)  # pickle wants one object
+        wrapper = next(ours, None) or functools.wraps(original)(make(original))
+        setattr(owner, name, wrapper)
+        self._made.append((owner, name, original, wrapper))
+
+    def close(self) -> None:
+        """Put the functions back. If the program has wrapped a wrapper of ours, its own wrapper keeps working."""
+        for owner, name, original, wrapper in self._made:
+            if getattr(owner, name) is wrapper:
+                setattr(owner, name, original)
+        self._made.clear()
 
 
 def wrap_closure(
