@@ -79,8 +79,7 @@ def instrument(model: _M, *, select: object = "site=output", name: str | None = 
     for node in nodes:
         module_taps.remove(node.owner)
     for node, site in wanted:
-        put = module_taps.tap_output_of if site == "output" else module_taps.tap_inputs_of
-        put(node.owner, where_of(node, name, site))
+        put_tap(node, name, site)
     return model
 
 
@@ -138,9 +137,10 @@ def _strip_program(program: torch.export.ExportedProgram) -> None:
                 module.recompile()
 
 
-def where_of(node: Node, root: str, site: str) -> Where:
-    """Return the `Where` (model, module and site) of a tap on a module's input or output."""
-    return Where(root, node.path, site, node.class_name, node.is_leaf, source_line(node.owner) or "")
+def put_tap(node: Node, root: str, site: str) -> None:
+    """Put a tap on a module's arguments or output, which are recorded for the root of this name."""
+    put = module_taps.tap_output_of if site == "output" else module_taps.tap_inputs_of
+    put(node.owner, Where(root, node.path, site, node.class_name, node.is_leaf, source_line(node.owner) or ""))
 
 
 def has_tap(module: nn.Module, name: str) -> bool:

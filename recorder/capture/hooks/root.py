@@ -19,10 +19,10 @@ from ...observe.clock import RootClock, Slice
 from ...observe.tree import has_compiled, has_compiled_anything
 from ...records import StepPosition, ValuePlace
 from ...rules import Rule
-from ...sites import GRADIENT_OF, HELD_BY_MODULES, full_name
+from ...sites import GRADIENT_OF, HELD_BY_MODULES, VALUES_OF_CALLS, full_name
 from ...system.processes import comes_from_signal_handler
 from ...taps import module_taps
-from ...taps.instrument import has_tap, where_of
+from ...taps.instrument import has_tap, put_tap
 from ...taps.module_taps import Where
 from ..groups import (
     EXPERT,
@@ -393,9 +393,9 @@ class Root:
         tapped_sites = {where.site for where in module_taps.where_tapped(node.owner)}
         if not node.is_callable or tapped_sites:
             return
-        for site, put_tap in (("output", module_taps.tap_output_of), ("input", module_taps.tap_inputs_of)):
+        for site in VALUES_OF_CALLS:
             if hooked.rule_sets[site] or hooked.rule_sets[GRADIENT_OF[site]]:
-                put_tap(node.owner, where_of(node, self.name, site))
+                put_tap(node, self.name, site)
                 self._own_taps.append(weakref.ref(node.owner))
 
     def stands_for(self, where: str) -> None:
