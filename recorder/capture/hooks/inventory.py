@@ -23,6 +23,7 @@ from torch import nn
 
 from ...format.manifest import FACTS
 from ...observe import tree
+from ...observe.clock import RootClock
 from ...sites import SITES, full_name
 from ...system.text import listed
 from ...taps.instrument import has_scripted_tap
@@ -38,6 +39,8 @@ _KEPT = (
     "feeds_trained", "labels_of",
 )  # fmt: skip
 """The members of a module's entry that stay when the hooks of a model are put on anew."""
+_BETWEEN_VALIDATIONS = 8
+"""The fewest updates before a validation."""
 _MOST_SETS = 16
 _OFTEN_GIVEN = 16
 """The fewest calls in a row with one of a few tensors as first argument after which the manifest says so."""
@@ -102,6 +105,8 @@ class Inventory:
         """The sum of the version counters of all trainable parameters at the last call of `_are_unchanged`."""
         self._taken_for_time: set[int] = set()
         """The numbers of the modules that were seen once to take the batch for the time."""
+        self.is_validated_in_training = False
+        """Whether the manifest says that the model was called as if for a validation while in training mode."""
         self._evaluated_since: int | None = None
         """The first of the last looks at which the whole model was in evaluation mode; None if it was not."""
         self._unregistered: dict[int, dict[str, weakref.ref[torch.Tensor]]] = {}
@@ -125,6 +130,7 @@ class Inventory:
 
     def go_on_from(self, before: Inventory) -> None:
         """Take over what was seen of the modules, by path, before the hooks were put on anew."""
+        self.is_validated_in_training = before.is_validated_in_training
         known = {described["path"]: described for described in before.described}
         for i, described in enumerate(self._modules):
             seen = known.get(described["path"], {})
@@ -386,10 +392,20 @@ class Inventory:
         if self._modules:
             self._add(0, {"optimizer_anew": class_name, "optimizer_anew_since": step})
 
-    def note_validation(self, step: int | None) -> None:
-        """Note the step at which the model was in training mode in what looks like a validation. None: it was none."""
-        if self._modules:
-            self._add(0, {"validated_in_training": step})
+    def look_at_validation(self, clock: RootClock) -> None:
+        """Note that the model is in training mode while it is called as if for a validation, if the mode matters.
+
+        A training that computes targets or scores without gradients does so before nearly each update.
+        """
+        if self.is_validated_in_training:
+            if clock.has_evaluated:
+                self.is_validated_in_training = False
+                self._add(0, {"validated_in_training": None})
+        elif clock.num_updates_before >= _BETWEEN_VALIDATIONS and not clock.has_evaluated:
+            modules = (one.module() for one in self._hooked)
+            if any(module is not None and module.training and depends_on_mode(module) for module in modules):
+                self.is_validated_in_training = True
+                self._add(0, {"validated_in_training": self._capture.clock.step})
 
     def note_uncleared(self, parameter: torch.Tensor | None, step: int, with_copies: bool) -> None:
         """Note that a gradient was not cleared between an update and the next backward, at `step` or earlier.
@@ -436,10 +452,8 @@ class Inventory:
         """Note that some sites of one module are not recorded from a step on."""
         for i, described in enumerate(self._modules):
             if described["path"] == path:  # a new dict, because the writer thread may be reading the old one
-                self._modules[i] = {
-                    **described,
-                    "disarmed": {**described.get("disarmed", {}), **dict.fromkeys(sites, step)},
-                }
+                disarmed = {**described.get("disarmed", {}), **dict.fromkeys(sites, step)}
+                self._modules[i] = {**described, "disarmed": disarmed}
 
     def disarm_all(self, step: int) -> None:
         """Note that no module is recorded from a step on."""

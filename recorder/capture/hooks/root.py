@@ -41,7 +41,7 @@ from ..topology import is_distributed
 from . import callbacks
 from .callbacks import CaptureForHooks, GradientSeen
 from .given import SHIFT_STEPS
-from .inventory import Inventory, depends_on_mode, ids_of
+from .inventory import Inventory, ids_of
 from .jitter import JitterInputs, add_jitter
 from .module import HookedModule, StateTime
 from .parameter_rows import (
@@ -55,11 +55,9 @@ from .parameter_rows import (
 
 _Flat = TypeVar("_Flat", bound=FlatParameter)
 
-_MAX_LATE_LOOKS = 5
 _LIKE_VALIDATION = 4
 """Calls without gradients in a row, without an update in between, that look like a validation."""
-_BETWEEN_VALIDATIONS = 8
-"""The fewest updates before a validation."""
+_MAX_LATE_LOOKS = 5
 """The number of first calls that look for a data-parallel wrapper. The wrapper may be made after the first call."""
 _numbers = itertools.count(1)
 _calls = itertools.count(1)
@@ -107,8 +105,6 @@ class Root:
         self.num_calls = 0
         self.last_call = 0
         """The number of the latest call, among those of all models. 0 if it was without gradients or in evaluation."""
-        self._is_validated_training = False
-        """Whether the manifest says that the model was called as if for a validation while in training mode."""
         self.thread: int | None = None
         """The thread that made the last call. None before the first call, and if a compiled model has no hooks."""
         self.attachments: list[Callable[[], Any]] = []
@@ -170,20 +166,6 @@ class Root:
             raise error
         text = f"{self.name}: jitter failed: {type(error).__name__}: {error}"
         self.capture.events.add("jitter_failed", text, key=self.name, exception=error)
-
-    def _look_at_validation(self) -> None:
-        """Note that the model is in training mode while it is called as if for a validation, if the mode matters.
-
-        A training that computes targets or scores without gradients does so before nearly each update.
-        """
-        if self._is_validated_training and self.clock.has_evaluated:
-            self._is_validated_training = False
-            self.inventory.note_validation(None)
-        elif self.clock.num_updates_before >= _BETWEEN_VALIDATIONS and not self.clock.has_evaluated:
-            modules = (one.module() for one in self.modules if not self._is_validated_training)
-            if any(module is not None and module.training and depends_on_mode(module) for module in modules):
-                self._is_validated_training = True
-                self.inventory.note_validation(self.capture.clock.step)
 
     def say_if_nothing_moved(self) -> None:
         """Warn if the setting `jitter` asks for a perturbed run and nothing was perturbed."""
@@ -472,8 +454,9 @@ class Root:
         )
         if self.clock.is_called_unevenly:
             self.inventory.note_uneven_calls()
-        if self.clock.num_graphless == _LIKE_VALIDATION or (self._is_validated_training and self.clock.has_evaluated):
-            self._look_at_validation()
+        is_corrected = self.inventory.is_validated_in_training and self.clock.has_evaluated
+        if is_corrected or self.clock.num_graphless == _LIKE_VALIDATION:
+            self.inventory.look_at_validation(self.clock)
         if self.num_calls < _MAX_LATE_LOOKS:
             if self.data_parallel is None and (outermost := self.module()) is not None:
                 self._learn_groups(outermost)
