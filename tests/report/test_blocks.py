@@ -51,13 +51,6 @@ def shown(block: Read) -> list[str]:
     return texts
 
 
-def test_two_numbers_are_written_with_as_many_digits_as_tell_them_apart() -> None:
-    needs("node")
-    script = (ASSETS / "format.js").read_text(encoding="utf-8") + "console.log(pairText(1.0008754, 1.0007957));"
-    done = subprocess.run(["node", "-"], input=script, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "1.0008754 | 1.0007957"
-
-
 @given(
     arrays.arrays(
         np.float32, st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(0, 5)),

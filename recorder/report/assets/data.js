@@ -276,7 +276,6 @@ class Modules {
       } else {
         node.children.sort((a, b) => a.first - b.first || (a.number ?? 0) - (b.number ?? 0));
         node.first = Math.min(node.order, ...node.children.map((child) => child.first));
-        node.size = node.children.reduce((sum, child) => sum + child.size, 1);
       }
     }
   }

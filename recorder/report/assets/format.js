@@ -12,12 +12,6 @@ function shortNumber(value, digits = 4, known = Infinity) {
   return String(Number(value.toPrecision(digits)));
 }
 
-/** Two numbers, with as many digits as tell them apart. */
-function pairText(one, other) {
-  const texts = [4, 8, 17].map((digits) => [shortNumber(one, digits), shortNumber(other, digits)]);
-  return (texts.find(([a, b]) => a !== b) ?? texts[0]).join(" | ");
-}
-
 /** A power of two as people write it. */
 function powerOfTwo(exponent) {
   return "2" + String(exponent).replace("-", "⁻").replace(/[0-9]/g, (digit) => "⁰¹²³⁴⁵⁶⁷⁸⁹"[digit]);

@@ -6,7 +6,6 @@ class LiveSource {
     this.app = app;
     this.queue = Promise.resolve();
     this.known = "";
-    this.connection = "connecting";
     this.connect();
     document.addEventListener("visibilitychange", () => {
       if (!document.hidden && this.events.readyState === EventSource.CLOSED) this.connect();
