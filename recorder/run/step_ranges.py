@@ -41,6 +41,8 @@ MAX_BYTES = 256 << 20
 
 T = TypeVar("T")
 Steps = tuple[int, int]
+TablesOf = Callable[[Sequence[Any], Steps], Iterator[Any]]
+"""Makes tables from the rows of some writers at some steps. All tables have one schema with a column ``step``."""
 
 
 class Mapper(Protocol):
@@ -122,15 +124,11 @@ _BYTES_A_ROW = 500
 
 @contextmanager
 def cut_rows(
-    run: Run,
-    ranges: Sequence[Steps],
-    tables: Callable[[Sequence[Any], Steps], Iterator[Any]],
-    max_pending_rows: int = _PENDING_ROWS,
+    run: Run, ranges: Sequence[Steps], tables: TablesOf, max_pending_rows: int = _PENDING_ROWS
 ) -> Iterator[Callable[[Steps], Iterator[Any]]]:
     """Make a function that returns the tables of one range, as `tables` would make them for this range alone.
 
-    The half-open `ranges` are ascending and disjoint. `tables` makes tables from writers and a range of steps. All
-    tables have one schema with a column ``step``. If the disk has room, rows are read only once, and are cut into a
+    The half-open `ranges` are ascending and disjoint. If the disk has room, rows are read only once, and are cut into a
     temporary file for each range, `max_pending_rows` at a time. Twice as many rows, plus one table, are then in memory.
     """
     with ExitStack() as stack:
@@ -147,9 +145,7 @@ def cut_rows(
             yield lambda steps: _read(folder / str(ranges.index(steps)))
 
 
-def read_ranges(
-    run: Run, ranges: Sequence[Steps], tables: Callable[[Sequence[Any], Steps], Iterator[Any]], mapper: Mapper
-) -> Generator[Iterable[Any]]:
+def read_ranges(run: Run, ranges: Sequence[Steps], tables: TablesOf, mapper: Mapper) -> Generator[Iterable[Any]]:
     """Yield the tables of each range, as `cut_rows` makes them. Workers need `tables` to be picklable.
 
     This process reads a range, and all later ranges, itself if a worker logged a message at the range or knew other
@@ -170,7 +166,7 @@ def read_ranges(
 class RangeReader:
     """Reads the tables of ranges in a worker. `batches` is a digest of the batches that the calling process knows."""
 
-    def __init__(self, run: Run, tables: Callable[[Sequence[Any], Steps], Iterator[Any]], batches: str) -> None:
+    def __init__(self, run: Run, tables: TablesOf, batches: str) -> None:
         self._run, self._tables, self._batches = run, tables, batches
 
     def __call__(self, steps: Steps) -> list[Any] | None:
@@ -185,10 +181,7 @@ def _batches(run: Run) -> str:
     return _digest_of([[shard.numbers for shard in writer.shards] for writer in run.writers])
 
 
-def _fill(
-    folder: Path, run: Run, ranges: Sequence[Steps], tables: Callable[[Sequence[Any], Steps], Iterator[Any]],
-    max_pending_rows: int,
-) -> bool:  # fmt: skip
+def _fill(folder: Path, run: Run, ranges: Sequence[Steps], tables: TablesOf, max_pending_rows: int) -> bool:
     starts = np.array([first for first, _ in ranges], np.int64)
     pending: list[Any] = []
     num_pending = 0
