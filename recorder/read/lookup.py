@@ -6,7 +6,6 @@ A query that selects several tensors raises an error that lists the choices. Not
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -49,10 +48,10 @@ def find_tensor(
     module_path: str,
     question: Mapping[str, Any],
     *,
-    counts: npt.NDArray[np.bool_] | None = None,
-    has_micro_batches: bool = False,
-    stages: Mapping[tuple[int, str], Stage] = MappingProxyType({}),
-    needs_values: bool = True,
+    counts: npt.NDArray[np.bool_] | None,
+    has_micro_batches: bool,
+    stages: Mapping[tuple[int, str], Stage],
+    needs_values: bool,
 ) -> TensorRows:
     """Return the rows of the one tensor that a query selects.
 

@@ -33,7 +33,6 @@ PROOF = "_prove.json"
 PROOF_BYTES = 1 << 20
 """The size of the largest proof file that is read. The recorder writes no larger file."""
 UNCHANGED, CHANGED, UNKNOWN = "unchanged", "changed", "cannot tell"
-VERDICTS = (UNCHANGED, CHANGED, UNKNOWN)
 _MAX_REASONS = 64
 _MAX_ANSWERS = 64
 _MAX_FINDINGS = 16
@@ -317,7 +316,7 @@ class Proof:
     """What `recorder prove` found out about a program, and what it compared."""
 
     verdict: str
-    """One of `VERDICTS`. A verdict of a later version counts as ``cannot tell`` for exit codes."""
+    """`UNCHANGED`, `CHANGED` or `UNKNOWN`. A verdict of a later version counts as ``cannot tell`` for exit codes."""
     text: str
     """The verdict as a sentence."""
     steps: int = 0

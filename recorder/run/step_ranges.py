@@ -26,7 +26,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from ..errors import ClusterError, RecorderError, RunError
-from ..globalview.run_topology import find_superseded as find_superseded
+from ..globalview.run_topology import find_superseded
 from ..globalview.view import GlobalView
 from ..numerics.keys import array_of, column_of
 from ..numerics.moments import integers
