@@ -31,7 +31,8 @@ from ..storage.locations import Location, OpenLocation, store_of
 from ..system.text import listed
 from .metadata import NONE, POSITION_COLUMNS, MetadataRows, Positions
 from .payload import Payloads
-from .writers import RecordedWriter, as_problem, find_writers, load_balances
+from .shard_rows import ShardRows, each_of
+from .writers import RecordedWriter, as_problem, find_writers
 
 if TYPE_CHECKING:
     import pandas
@@ -285,7 +286,9 @@ class RecordedRun:
 
     def load_balances(self) -> None:
         """Read each writer's counts of recorded and lost rows. In an object store, several are read at once."""
-        load_balances(self.writers)
+        shards = [shard for writer in self.writers for shard in writer.newest_shards()]
+        for _ in each_of(shards, ShardRows.last_ledger):
+            pass  # each shard caches its own result
 
     def unknown_columns(self) -> Counter[str]:
         """Return the columns that this version ignores because it does not know them, each with its number of rows."""

@@ -9,7 +9,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import pairwise
@@ -26,7 +26,7 @@ from ..numerics.keys import by_key
 from ..sites import PROBE
 from ..storage.locations import Location, OpenLocation, store_of
 from ..system.text import counted, listed
-from .shard_rows import ShardRows, each_of, load_open, load_sealed
+from .shard_rows import ShardRows, load_open, load_sealed
 
 logger = logging.getLogger(__name__)
 
@@ -383,13 +383,6 @@ def _share_notes(writers: list[RecordedWriter]) -> None:
             for name, note in manifest.retired_earlier.items():
                 if name in members and name != later.name:
                     members[name].retired_later.append(note)
-
-
-def load_balances(writers: Iterable[RecordedWriter]) -> None:
-    """Read the ledgers (counts of rows) of several writers in advance. In an object store, this is done in parallel."""
-    shards = [shard for writer in writers for shard in writer.newest_shards()]
-    for _ in each_of(shards, ShardRows.last_ledger):
-        pass  # each shard caches its own result
 
 
 def _load_writer(directory: Location, rank: int | None, shared: rundir.Shared) -> RecordedWriter:
