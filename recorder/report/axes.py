@@ -430,6 +430,8 @@ class Lanes:
 class Spread(NamedTuple):
     """How the ranks' values of each series are distributed at each step."""
 
+    ids: Integers
+    """For each rank's value, the index of its series and step in the arrays below."""
     series: Integers
     steps: Integers
     numbers: dict[str, tuple[npt.NDArray[np.float64], ...]]
@@ -464,7 +466,7 @@ def spread_of(values: SeriesValues, judged_by: str | None) -> Spread:
                 deviation = np.where(apart == 0, 0.0, apart / quartiles[ids])
             deviation[(counts < _MIN_RANKS)[ids]] = np.nan
             deviation = np.where(np.isinf(deviation), 1e6, np.minimum(deviation, 1e6))
-    return Spread(values.series[groups.firsts], values.steps[groups.firsts], quantiles, deviation)
+    return Spread(ids, values.series[groups.firsts], values.steps[groups.firsts], quantiles, deviation)
 
 
 class OddRanks:
@@ -494,10 +496,9 @@ class OddRanks:
         self._most[ranks[worse]] = deviation[worse]
         self._farthest[ranks[worse]] = np.column_stack([values.series[is_own][worse], values.steps[is_own][worse]])
         if {"nan_count", "inf_count"} <= values.numbers.keys():
-            ids = group([values.series, values.steps - values.steps.min(initial=0)]).ids
             bad = (values.numbers["nan_count"] > 0) | (values.numbers["inf_count"] > 0)
-            share = np.bincount(ids, bad) / np.bincount(ids)
-            self.alone += np.bincount(values.ranks[is_own & bad & (share < 0.5)[ids]], minlength=size)
+            share = np.bincount(spread.ids, bad) / np.bincount(spread.ids)
+            self.alone += np.bincount(values.ranks[is_own & bad & (share < 0.5)[spread.ids]], minlength=size)
 
     def farthest(self, rank: int, series: Sequence[DrawnSeries]) -> str:
         """Return the name and the step of the rank's value farthest from the median. Empty if no value is far."""

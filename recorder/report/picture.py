@@ -283,7 +283,7 @@ def _histograms(collected: StatisticsBlocks, at: _Floats, first: _First) -> _Dra
 
 
 def _numbers(collected: StatisticsBlocks, at: _Floats, first: _First, *, of_objectives: bool = False) -> _Drawn | None:
-    cube, lanes, rows = collected.scalar_cube, collected.lanes.described, []
+    cube, lanes, rows, known = collected.scalar_cube, collected.lanes.described, [], collected.steps_known()
     steps = np.array(cube.first_steps)
     for index, key in enumerate(collected.scalars):
         if key.name.startswith("objective.") is not of_objectives:
@@ -293,15 +293,15 @@ def _numbers(collected: StatisticsBlocks, at: _Floats, first: _First, *, of_obje
         if np.isnan(of_lanes[lane]).all():
             lane = int((~np.isnan(of_lanes)).any(axis=1).argmax())  # the ranks' numbers cannot be combined into one
         is_bad = np.fmax(*(cube.values[name][index, lane, : len(steps)] for name in ("nan_count", "inf_count"))) > 0
-        order = 0 if key.name in collected.steps_known()["losses"] else _order(key.name, key.mode)
+        order = 0 if key.name in known["losses"] else _order(key.name, key.mode)
         name = ", ".join(filter(None, (key.name, collected.note_of(key))))
         rows.append((order, name, steps, np.where(is_bad, np.nan, of_lanes[lane]), is_bad))
     is_told = of_objectives or any(order == 1 for order, *_ in rows)
-    for lane, own_norms in () if is_told else collected.steps_known()["gradient_norms"].items():
+    for lane, own_norms in () if is_told else known["gradient_norms"].items():
         norms = np.array([np.nan if one is None else one for one in own_norms])
         rank, is_bad = lanes[lane]["rank"] if len(lanes) > 1 else None, norms < 0
         name = "gradient norm" + (f" of rank {rank}" if rank is not None else "")
-        name += ", of all models" if collected.steps_known()["is_of_models"] else ""
+        name += ", of all models" if known["is_of_models"] else ""
         rows.append((1, name, np.array(collected.cube.first_steps), np.where(is_bad, np.nan, norms), is_bad))
     if not rows:
         return None
