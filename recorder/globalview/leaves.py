@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from ..layout.placement import NoPlan, RankChunk
 from ..layout.rules import ChunkValues, Replication
-from ..numerics.keys import Integers
+from ..numerics.keys import Integers, by_key
 from ..read.metadata import NONE
 from .row_groups import GroupedRows, Leaf
 
@@ -117,10 +117,7 @@ class Leaves:
     @cached_property
     def _kin(self) -> dict[Leaf, list[Leaf]]:
         """Leaves (named tensors) that differ only in mode and call, listed by the leaf without mode and call."""
-        kin: dict[Leaf, list[Leaf]] = {}
-        for one in self._leaves:
-            kin.setdefault(one._replace(mode="", call=0), []).append(one)
-        return kin
+        return by_key((one._replace(mode="", call=0), one) for one in self._leaves)
 
     def _find_moments_of_kin(self, kin: Leaf) -> list[BatchDims]:
         """Return the batch dims at a few moments of all leaves that differ only in mode and call from a leaf."""

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from ..numerics.keys import by_key
 from .placement import Fill, NoPlan, Plan, RankChunk, Term, mesh_of, plan_by_placements
 from .regions import Box, Ints, Region, overlap
 from .rules import ChunkValues, Replication, concatenated, copies_unless, replicas
@@ -43,9 +44,8 @@ def split(chunks: Sequence[RankChunk], model_groups: Groups, expected: Ints) -> 
     is_one_mesh = len(known_meshes) == 1 and all(meshes) and set(expected) <= set(meshes[0])
     if not has_micro_batches and (is_one_mesh or (not model_groups and len(known_meshes) < 2)):
         return None
-    units: dict[tuple[int, Ints], list[int]] = {}
-    for i, (chunk, mesh) in enumerate(zip(chunks, meshes, strict=True)):
-        units.setdefault((chunk.micro_step, mesh or (chunk.rank,)), []).append(i)
+    keys = [(chunk.micro_step, mesh or (chunk.rank,)) for chunk, mesh in zip(chunks, meshes, strict=True)]
+    units = by_key((key, i) for i, key in enumerate(keys))
     return _in_batch_groups(chunks, units, model_groups)
 
 

@@ -31,7 +31,7 @@ from ..read.writers import RecordedWriter
 from ..run.finding import shortest_text_of
 from ..sites import FORMAT_VERSION, SITE_OF
 from ..storage.locations import Location, store_of
-from ..system.text import counted, listed, named, printable, size, span, value_in_words
+from ..system.text import counted, listed, named, plural, printable, size, span, value_in_words
 from .probe import probe_size
 from .run import Run, RunDump
 from .selection import Selection
@@ -83,8 +83,8 @@ def sent_note(run: Run) -> str | None:
 def dump_note(dump: RunDump) -> str:
     """Return a sentence about one dump of the ring (rows kept in memory until asked for)."""
     steps = f"steps {dump.first_step} to {dump.last_step}"
-    ranks = f", rank{'s' * (len(dump.ranks) > 1)} {span(list(dump.ranks))}" if dump.ranks else ""
-    missed = f"; rank{'s' * (len(dump.missed) > 1)} {span(list(dump.missed))} too late" if dump.missed else ""
+    ranks = f", {plural('rank', len(dump.ranks))} {span(dump.ranks)}" if dump.ranks else ""
+    missed = f"; {plural('rank', len(dump.missed))} {span(dump.missed)} too late" if dump.missed else ""
     left = f"{counted(dump.num_rows, 'row')}, {size(dump.num_bytes)}"
     return f"dump of {steps}{ranks}: {left}{missed}: {printable(dump.reason)} ({printable(dump.by)})"
 
@@ -289,8 +289,7 @@ def absence(run: Run) -> str:
     """Return a clause that lists the ranks of a run that have no writer here. Empty if there are none."""
     if not (absent := absent_ranks(run)):
         return ""
-    ranks = f"{'rank' if len(absent) == 1 else 'ranks'} {listed(map(str, absent), 8)}"
-    return f"{ranks} of {run.world_size}, whose files are not here"
+    return f"{named('rank', absent)} of {run.world_size}, whose files are not here"
 
 
 def damages(run: Run) -> list[str]:
@@ -457,7 +456,7 @@ def unsealed_note(run: RecordedRun) -> str:
     if not num_rows:
         return ""
     rows = "1 row is" if num_rows == 1 else f"{num_rows} rows are"
-    files = "1 open file" if num_files == 1 else f"{num_files} open files"
+    files = f"{num_files} open {plural('file', num_files)}"
     them = "it" if num_rows == 1 else "them"
     target = shortest_text_of(run.path, run.name) if isinstance(run.path, Path) else "COPY"
     seals = f"`{shlex.join(['recorder', 'repair', target])}` seals {'it' if num_files == 1 else 'them'}"

@@ -15,9 +15,10 @@ from pathlib import Path
 
 from ..errors import CommandError, ConfigError, LookupFailedError
 from ..format.commands import DUMP, IN_FORCE, MISSED, PAUSE, REFUSED, RESUME, SET, UNDO, WAITING, Answer, Command, send
+from ..numerics.keys import by_key
 from ..rules import RingWindow, Rule, nearest, parse_rules, ring_window
 from ..sites import PROGRAM_SITES
-from ..system.text import counted, span
+from ..system.text import counted, plural, span
 from .finding import Location, RunManifest, find_run, is_shipped
 from .notes import answer_members, command_members, describe, sent_commands, state_word, steps_phrase
 from .reply import Reply, StateLine
@@ -232,11 +233,10 @@ def _is_bad(command: Command, one: Answer) -> bool:
 
 
 def _lines(command: Command, heard: Sequence[tuple[int, Answer]], timeout_s: float) -> Iterator[StateLine]:
-    groups: dict[Answer, list[int]] = {}
-    for rank, one in heard:  # the command may have another number on another node
-        groups.setdefault(replace(one, number=0, by="", rules=()), []).append(rank)
+    # The command may have another number on another node.
+    groups = by_key((replace(one, number=0, by="", rules=()), rank) for rank, one in heard)
     for said, ranks in groups.items():
-        yield _line(command, said, f"rank{'s' * (len(ranks) > 1)} {span(ranks)}", timeout_s)
+        yield _line(command, said, f"{plural('rank', len(ranks))} {span(ranks)}", timeout_s)
     if not groups:
         yield StateLine("note", "the run ended before any rank had answered")
 

@@ -35,7 +35,7 @@ from ..run.run import Run, open_run
 from ..storage.locations import LOCAL
 from ..storage.untrusted_files import GrowingFile
 from ..system.processes import locked_folder
-from ..system.text import counted, size
+from ..system.text import counted, plural, size
 from ..write.file import Disk, PageMemory, publish
 from ..write.shard import BatchFile, Index, IpcFormat
 
@@ -180,7 +180,7 @@ class _Repair:
         if salvaged.blocks:
             num_rows, unreadable = self._seal(path, final, salvaged)
             damage += unreadable
-            text = f"{len(salvaged.blocks)} {'batch' if len(salvaged.blocks) == 1 else 'batches'} of {path.name}"
+            text = f"{len(salvaged.blocks)} {plural('batch', len(salvaged.blocks))} of {path.name}"
             yield Outcome(what="sealed", path=final, text=text, rows=num_rows, num_bytes=num_bytes)
         for text in damage:
             yield Outcome(what="lost", path=path, text=text)

@@ -26,7 +26,7 @@ from ..run.run import Run
 from ..storage.locations import LOCAL, Location, store_of
 from ..storage.untrusted_files import ByteSource
 from ..system.processes import available_cores
-from ..system.text import counted, size
+from ..system.text import counted, plural, size
 
 Each = Callable[[Callable[[ShardRows], list["VerifyResult"]], Iterable[ShardRows]], Iterable[list["VerifyResult"]]]
 """A function like `map`, which may call its function in several threads."""
@@ -153,8 +153,8 @@ def _verify_open(rows: ShardRows, writer: RecordedWriter, report: Report) -> Ite
     report(rows.size_bytes)
     num_rows = sum(salvaged.rows_of.values())
     rest = f", then {salvaged.num_trailing_bytes} bytes that are no whole batch" if salvaged.num_trailing_bytes else ""
-    batches = "1 batch" if len(salvaged.blocks) == 1 else f"{len(salvaged.blocks)} batches"
-    readable = f"{batches} with {num_rows} {'row' if num_rows == 1 else 'rows'} can be read"
+    num_batches = len(salvaged.blocks)
+    readable = f"{num_batches} {plural('batch', num_batches)} with {num_rows} {plural('row', num_rows)} can be read"
     text = f"{rows.path}: not sealed, {readable}{rest}"
     if writer.state == "closed":
         yield VerifyResult(False, f"{text}; the disk refused the shard, and its writer went on with another one")
