@@ -8,7 +8,6 @@ that readers ignore. So a repair may be killed at any instant and run again.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import stat
@@ -23,9 +22,10 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from ..columns import PAYLOAD, note_members
+from ..columns import PAYLOAD
 from ..errors import CorruptError, LookupFailedError, RunError
 from ..format.rundir import index_name, open_name, parse_shard_name, shard_name
+from ..globalview.global_columns import with_member
 from ..read.shard import INDEX_ONLY, Salvaged, Shard, open_sealed, salvage
 from ..read.shard_rows import SHARD_BYTES_KEY
 from ..read.writers import RecordedWriter
@@ -339,8 +339,7 @@ def _index_problem(path: Path, shard_bytes: int, metadata: Sequence[str]) -> str
 
 
 def _without_payloads(batch: Any, schema: Any) -> pa.RecordBatch:
-    members = map(note_members, batch.column("note").to_pylist())
-    notes = [json.dumps({**note, "no_payload": "damaged"}, separators=(",", ":")) for note in members]
+    notes = [with_member(note, "no_payload", "damaged") for note in batch.column("note").to_pylist()]
     columns = []
     for field in schema:
         if field.name in PAYLOAD:
