@@ -243,14 +243,16 @@ class MissingRanks:
         self._num_values += table.num_rows
         for ranks in dict.fromkeys(missing[missing != ""].tolist()):
             of = steps[missing == ranks]
-            known = self._found.get(ranks, (0, int(of[0]), int(of[0])))
-            self._found[ranks] = known[0] + len(of), min(known[1], int(of.min())), max(known[2], int(of.max()))
+            self._add(ranks, len(of), int(of.min()), int(of.max()))
 
     def join(self, other: MissingRanks) -> None:
         self._num_values += other._num_values
-        for ranks, (num, first, last) in other._found.items():
-            known = self._found.get(ranks, (0, first, last))
-            self._found[ranks] = known[0] + num, min(known[1], first), max(known[2], last)
+        for ranks, found in other._found.items():
+            self._add(ranks, *found)
+
+    def _add(self, ranks: str, num_values: int, first: int, last: int) -> None:
+        known = self._found.get(ranks, (0, first, last))
+        self._found[ranks] = known[0] + num_values, min(known[1], first), max(known[2], last)
 
     def __bool__(self) -> bool:
         return bool(self._found)
