@@ -475,3 +475,9 @@ def did_you_mean(word: str, choices: Sequence[str]) -> str:
     """Return the end of a message that names the choice most similar to a word. Empty if none is similar."""
     near = difflib.get_close_matches(word, choices, n=1)
     return f" (did you mean {near[0]!r}?)" if near else ""
+
+
+def meant(word: str, choices: Collection[str], otherwise: str = "") -> str:
+    """Return the end of a message that asks for the choice most similar to a word. `otherwise` if none is similar."""
+    near = difflib.get_close_matches(word, choices, n=1)
+    return f"; did you mean {near[0]!r}?" if near else otherwise

@@ -5,7 +5,6 @@ Nothing here may write, or import pandas outside of the methods that return a fr
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import logging
 import math
@@ -27,6 +26,7 @@ from ..format.rundir import RUN_MANIFEST
 from ..numerics.dtypes import item_bytes
 from ..numerics.keys import array_of, by_key, column_of
 from ..numerics.moments import long_form
+from ..rules import meant
 from ..storage.locations import Location, OpenLocation, store_of
 from ..system.text import listed
 from .metadata import NONE, POSITION_COLUMNS, MetadataRows, Positions
@@ -233,9 +233,8 @@ class RecordedRun:
         names = tuple(METADATA_COLUMNS if columns is None else columns)
         for name in names:
             if name not in SCHEMA.names:
-                near = difflib.get_close_matches(name, SCHEMA.names, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else f"; columns are {', '.join(SCHEMA.names)}"
-                raise LookupFailedError(f"no column {name!r}{hint}")
+                near = meant(name, SCHEMA.names, f"; columns are {', '.join(SCHEMA.names)}")
+                raise LookupFailedError(f"no column {name!r}{near}")
         # Only columns whose name occurs in the filter are read. A filter may also refer to columns by index; then all
         # are read.
         text = "" if filter is None else _text_of(filter)
@@ -348,9 +347,8 @@ def choose_statistics(names: Sequence[str] | None) -> tuple[str, ...]:
     chosen = tuple(dict.fromkeys(_MEASURES if names is None else names))
     for name in chosen:
         if name not in _MEASURES:
-            near = difflib.get_close_matches(str(name), _MEASURES, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else f"; choose of {', '.join(_MEASURES)}"
-            raise LookupFailedError(f"no statistic {name!r}{hint}")
+            near = meant(str(name), _MEASURES, f"; choose of {', '.join(_MEASURES)}")
+            raise LookupFailedError(f"no statistic {name!r}{near}")
     if importlib.util.find_spec("pandas") is None:
         raise ImportError(not_installed("to_long", "pandas", "analysis"))
     return chosen

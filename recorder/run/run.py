@@ -6,7 +6,6 @@ that returns a torch tensor.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
@@ -40,7 +39,7 @@ from ..read.metadata import MetadataRows
 from ..read.run import RecordedRun
 from ..read.run import RunDump as RunDump
 from ..read.writers import RecordedWriter as RecordedWriter
-from ..rules import hint
+from ..rules import hint, meant
 from ..storage.locations import Location, ObjectPath, store_of
 from ..system.text import counted, listed, printable
 from .finding import find_run
@@ -500,8 +499,7 @@ def _question(site: str, step: int | None, **which: Unpack[Which]) -> dict[str, 
     Raises TypeError for an unknown argument; the message names the most similar argument.
     """
     for word in which.keys() - _QUESTION_WORDS:
-        near = difflib.get_close_matches(word, _QUESTION_WORDS, n=1)
-        raise TypeError(f"unknown argument {word!r}{f'; did you mean {near[0]!r}?' if near else ''}")
+        raise TypeError(f"unknown argument {word!r}{meant(word, _QUESTION_WORDS)}")
     return {"site": site, "step": step, "name": None, "rank": None, **which}
 
 

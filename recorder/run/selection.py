@@ -5,7 +5,6 @@ This module must never loop over rows.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +14,7 @@ import pyarrow.compute as pc
 
 from ..errors import LookupFailedError
 from ..globalview.planner import check_overrides
-from ..rules import Schedule, choose, hint, parse_patterns
+from ..rules import Schedule, choose, hint, meant, parse_patterns
 from ..sites import CALL, FORMAT_VERSION, SITES
 from ..system.text import listed, steps_in_words
 from .run import Run
@@ -61,9 +60,8 @@ class Selection:
         is_later = any(run.version > FORMAT_VERSION for run in runs)
         for site in self._sites:
             if site not in (*SITES, *more_sites) and not is_later:
-                near = difflib.get_close_matches(site, SITES, n=1)
-                hint = f"did you mean {near[0]!r}?" if near else f"sites are {', '.join(SITES)}"
-                raise LookupFailedError(f"no site {site!r}; {hint}")
+                near = meant(site, SITES, f"; sites are {', '.join(SITES)}")
+                raise LookupFailedError(f"no site {site!r}{near}")
 
     def narrow(self, table: Any) -> Any:
         """Return the selected rows of a `pa.Table`. Each distinct value is tested once."""
