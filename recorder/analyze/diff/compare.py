@@ -96,21 +96,21 @@ def compare(a: Array, b: Array, tolerance: Tolerance) -> Distance:
     distances = [distance for distance, _, _ in chunks]
     dot, squares_a, squares_b = (math.fsum(products[i] for _, _, products in chunks) for i in range(3))
     norm = math.sqrt(squares_a) * math.sqrt(squares_b)
-    sums = {name: sum(getattr(one, name) for one in distances) for name in _ADDED}
-    largest = {name: max((getattr(one, name) for one in distances), default=0) for name in ("max_ulp", "max_rel")}
     max_abs = max((one.max_abs for one in distances), default=0.0)
     return Distance(
         numel=flat_a.size,
+        num_outside=sum(one.num_outside for one in distances),
         max_abs=max_abs,
         of_max=max_abs / max(magnitude for _, magnitude, _ in chunks) if max_abs else 0.0,
         l2_apart=math.hypot(*(one.l2_apart for one in distances)),
+        max_rel=max((one.max_rel for one in distances), default=0.0),
+        max_ulp=None if bits is None else max((one.max_ulp or 0 for one in distances), default=0),
         cosine=min(max(dot / norm, -1.0), 1.0) if norm and math.isfinite(norm) else None,
-        **sums,
-        **(largest | ({"max_ulp": None} if bits is None else {})),
+        nonfinite_a=sum(one.nonfinite_a for one in distances),
+        nonfinite_b=sum(one.nonfinite_b for one in distances),
     )
 
 
-_ADDED = ("num_outside", "nonfinite_a", "nonfinite_b")
 _Chunk = tuple[Distance, float, tuple[float, ...]]
 """The result for one block: the distance, the largest |a| or |b|, and the scalar products a.b, a.a and b.b."""
 
@@ -201,18 +201,11 @@ def _unrounded(values: Array, wide: Array, at: npt.NDArray[np.int64]) -> list[An
     return [int(one) if isinstance(one, float) and one.is_integer() else one for one in reals]
 
 
-def _steps(a: Array, b: Array, bits: int) -> npt.NDArray[Any]:
+def _steps(a: Array, b: Array, bits: int) -> npt.NDArray[np.uint64]:
     """Return how many representable numbers the floats of each pair are apart. -0 and 0 are one number."""
-    if bits == 64:  # distances between float64 numbers need all 64 bits
-        # The bits without the sign bit.
-        up, down = (np.ascontiguousarray(v).view(np.uint64) & (_MIDDLE - np.uint64(1)) for v in (a, b))
-        one, two = (np.where(np.signbit(v), _MIDDLE - m, _MIDDLE + m) for v, m in ((a, up), (b, down)))
-        return np.where(one > two, one - two, two - one)
     one, two = (_ordered(values, bits) for values in (a, b))
-    return np.abs(np.subtract(one, two, out=one), out=one)
-
-
-_MIDDLE = np.uint64(1 << 63)
+    # Distances between float64 numbers need all 64 bits, so the subtraction may wrap around.
+    return (np.maximum(one, two) - np.minimum(one, two)).view(np.uint64)
 
 
 def _ordered(values: Array, bits: int) -> npt.NDArray[np.int64]:
