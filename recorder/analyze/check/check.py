@@ -50,6 +50,7 @@ from ...system.text import (
     steps_in_words,
 )  # fmt: skip
 from ..doctor.slots import read_rules
+from ..first.replica_groups import named_ranks
 from .reading import RunRows
 from .replicas import NEVER_EQUAL, replicas_of
 from .restarts import restarts_of
@@ -345,7 +346,6 @@ _MAX_PATH = 80
 _MAX_FOLLOWING = 400
 MAX_FINDINGS = 40
 """The largest number of findings that `recorder check` prints. ``--json`` has all findings."""
-_MAX_RANKS = 8
 _SHOWN_LOSSES = 20
 """About so many losses are shown of a run."""
 _MAX_WANTS = 6
@@ -561,12 +561,6 @@ def _place(one: JoinedFindings) -> str:
     return ", ".join(filter(None, (where, parts.get("step"), parts.get("rank"))))
 
 
-def _ranks(ranks: Sequence[int]) -> str:
-    shown = ",".join(map(str, ranks[:_MAX_RANKS]))
-    more = f",... ({len(ranks)})" if len(ranks) > _MAX_RANKS else ""
-    return f", rank{'s' * (len(ranks) > 1)} {shown}{more}" if ranks else ""
-
-
 def where_of(one: JoinedFindings) -> dict[str, str]:
     """Return the sentence about a finding as table cells: what, module, value, step, rank and size."""
     worst = one.worst
@@ -580,7 +574,7 @@ def where_of(one: JoinedFindings) -> dict[str, str]:
         "module": one.model + listed(paths, _MAX_MODULES),
         "value": site_in_words(worst.site, names),
         "step": f"{'since ' * (worst.since is not None)}step {one.first_step}{until}",
-        "rank": _ranks(one.ranks).removeprefix(", "),
+        "rank": named_ranks(one.ranks) if one.ranks else "",
         "size": "; ".join(filter(None, [worst.size.strip(" ,:()"), fewer_clauses(worst.detail, MAX_DETAIL)])),
     }
 

@@ -15,7 +15,7 @@ from ...run.step_ranges import Attempts, cut_rows
 from ...sites import GIVEN_SITES, NUMBERS
 from ...system.text import MODEL, counted, listed, number, steps_in_words, value_in_words
 from .nonfinite import NonFiniteFinder, NonFiniteTensor, probed_health
-from .replica_groups import BROADCAST, NEVER, OWN, Differing, RankValue, factor_of, ranks_in_words
+from .replica_groups import BROADCAST, NEVER, OWN, Differing, RankValue, factor_of, named_ranks, ranks_in_words
 from .replicas import FINDINGS, RANGE_ROWS, ApartByProbe, ReplicaFinder, apart_by_probe
 from .timeline import FirstRows, RecordedValue, Timeline, whole_rows
 
@@ -264,8 +264,7 @@ def _nonfinite_rows(bad: NonFiniteTensor) -> Iterator[tuple[str, str]]:
 def _replica_parts(run: Run, answer: First) -> Iterator[str | Table]:
     differing, probed = answer.replica, answer.replica_probed
     if probed is not None:
-        ranks = f"{'rank' if len(probed.ranks) == 1 else 'ranks'} {ranks_in_words(probed.ranks)}"
-        ranks += " unlike the other ranks" if probed.is_odd else " hold different ones"
+        ranks = named_ranks(probed.ranks) + (" unlike the other ranks" if probed.is_odd else " hold different ones")
         value = f"{probed.key[0]}: " * run.has_models + value_in_words(*probed.key[1:])
         title = f"first replica that differs: step {probed.step}, {value}, {ranks}"
         factor = f"; {probed.factor}" if probed.factor else ""

@@ -351,11 +351,13 @@ def factor_in_words(factor: float, low: Sequence[int], high: Sequence[int], *, i
     num_ranks = len(low) + len(high)
     is_sum = is_gradient and math.isclose(factor, num_ranks, rel_tol=SAME)
     hint = f": added up over {num_ranks} ranks, not averaged?" if is_sum else ""
-    return f"{_having(high)} {factor:.4g} times what {_having(low)}{hint}"
+    having = [f"{named_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'}" for ranks in (high, low)]
+    return f"{having[0]} {factor:.4g} times what {having[1]}{hint}"
 
 
-def _having(ranks: Sequence[int]) -> str:
-    return f"rank {ranks_in_words(ranks)} has" if len(ranks) == 1 else f"ranks {ranks_in_words(ranks)} have"
+def named_ranks(ranks: Sequence[int]) -> str:
+    """Return rank numbers with the noun, such as ``rank 3`` or ``ranks 1,2``."""
+    return f"rank{'s' * (len(ranks) > 1)} {ranks_in_words(ranks)}"
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
