@@ -45,27 +45,6 @@ _FAR = ("max_abs", "l2_apart", "statistic_rel")
 """The columns of `Verdicts.differing` that say how far the two tensors of a pair are apart."""
 
 
-def _noise_of(a: RunSteps, rows: Integers, sides: Sequence[RunSteps]) -> tuple[dict[str, Floats], Flags]:
-    """Return how far noise moves the tensor of each row, by column of `_FAR`, and whether it changes the fingerprint.
-
-    A distance is NaN if no noise run has the value.
-    """
-    far = {name: np.full(a.table.num_rows, np.nan) for name in _FAR}
-    has_other_print = np.zeros(a.table.num_rows, np.bool_)
-    for side in sides:
-        pairs = align(a.table, side.table)
-        kept = np.isin(pairs.a, rows)
-        if kept.any():
-            pairs = pairs._replace(a=pairs.a[kept], b=pairs.b[kept])
-            judged = judge(a, side, pairs, Tolerance(), lambda num_bytes: None)
-            equal, differing = pairs.a[judged.kinds == ""], pairs.a[judged.kinds != ""]
-            for name, known in far.items():
-                known[equal] = np.fmax(known[equal], 0.0)
-                np.fmax.at(known, differing, numbers(judged.differing.column(name)))
-            has_other_print[differing] = True
-    return {name: known[rows] for name, known in far.items()}, has_other_print[rows]
-
-
 class Drifted(NamedTuple):
     """A summary of the parameters that rounding alone drove farther apart than in the twin runs (perturbed repeats)."""
 
@@ -92,10 +71,24 @@ def measure(judged: Verdicts, compared: PairedSteps, sides: Sequence[RunSteps]) 
 
     `sides` are the rows of the noise runs at the same steps.
     """
-    rows = compared.pairs.a[judged.kinds != ""]
+    a, rows = compared.a, compared.pairs.a[judged.kinds != ""]
     if not sides or not len(rows):
         return None
-    return NoiseMeasure(judged.differing, *_noise_of(compared.a, rows, sides))
+    # How far noise moves the tensor of each row of `a`: NaN if no noise run has the value.
+    far = {name: np.full(a.table.num_rows, np.nan) for name in _FAR}
+    has_other_print = np.zeros(a.table.num_rows, np.bool_)
+    for side in sides:
+        pairs = align(a.table, side.table)
+        kept = np.isin(pairs.a, rows)
+        if kept.any():
+            pairs = pairs._replace(a=pairs.a[kept], b=pairs.b[kept])
+            moved = judge(a, side, pairs, Tolerance(), lambda num_bytes: None)
+            equal, differing = pairs.a[moved.kinds == ""], pairs.a[moved.kinds != ""]
+            for name, known in far.items():
+                known[equal] = np.fmax(known[equal], 0.0)
+                np.fmax.at(known, differing, numbers(moved.differing.column(name)))
+            has_other_print[differing] = True
+    return NoiseMeasure(judged.differing, {name: known[rows] for name, known in far.items()}, has_other_print[rows])
 
 
 class BeyondNoise:
