@@ -225,6 +225,7 @@ def _are_unlike(a: RunSteps, b: RunSteps, pairs: Alignment, is_equal: npt.NDArra
 def _told(suspect: Suspect, a: RunSteps, b: RunSteps, pairs: Alignment, kept: Integers, judged: Verdicts) -> Culprit:
     event = suspect.event
     row: dict[str, Any] = {}
+    factor: float | None = None
     ranks, micro_batches = list(event.ranks), list[int]()
     if event.pair >= 0:
         at = int(np.searchsorted(np.flatnonzero(judged.kinds != ""), kept[event.pair]))
@@ -238,9 +239,8 @@ def _told(suspect: Suspect, a: RunSteps, b: RunSteps, pairs: Alignment, kept: In
             row |= _of_ranks(a, b, row_a, row_b, ranks)
         if suspect.phase == START and event.site == "param" and not ranks:
             ranks = _ranks_of_output(event, a, b, pairs)
-    factor = _factor(row)
-    if event.pair >= 0 and row["kind"] == "statistics":
-        factor = _factor_of_statistics(a.table, b.table, int(pairs.a[event.pair]), int(pairs.b[event.pair]))
+        is_of_statistics = row["kind"] == "statistics"
+        factor = _factor_of_statistics(a.table, b.table, row_a, row_b) if is_of_statistics else _factor(row)
     stages = list(suspect.stages)
     if suspect.path is not None and event.stage is not None:
         stages = [event.stage]
