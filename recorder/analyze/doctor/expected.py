@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -107,8 +107,10 @@ class _AskedSlots:
     def __init__(self, run: Run, slots: Slots) -> None:
         self.is_merged = run.is_merged
         self.slots = slots
-        self.rules, self.problems = _rules(run)
-        self.ranks = _ranks(run, slots, self.rules)
+        read = [read_rules(writer.manifest) for writer in run.writers]
+        self.rules = list(dict.fromkeys(rule for rules, _ in read for rule in rules))
+        self.problems = list(dict.fromkeys(problem for _, problems in read for problem in problems))
+        self.ranks = _ranks(run, slots, [{rule.text for rule in rules} for rules, _ in read])
         self.matches: list[RuleMatch] = []
         for rule in self.rules:
             match = match_rule(slots, rule)
@@ -116,8 +118,10 @@ class _AskedSlots:
                 self.problems.append(f"rule {rule.text!r} cannot be judged here, so nothing is expected by it")
             elif match.slots.any():
                 self.matches.append(match)
-        is_lossy = self.is_merged and _has_lost(run.writers)
-        self.windows = [] if is_lossy else [(dump.first_step, dump.last_step) for dump in run.dumps]
+        sources = (source for writer in run.writers for source in writer.manifest.merged_writers)
+        self.is_lossy = self.is_merged and any(source.has_lost for source in sources)
+        """Whether rows were lost before the merge of a merged run. Manifests do not say at which steps."""
+        self.windows = [] if self.is_lossy else [(dump.first_step, dump.last_step) for dump in run.dumps]
         self.axis, self.num_lived, self.num_passed = _axis(
             [match.rule for match in self.matches], self.ranks, self.windows
         )
@@ -130,8 +134,9 @@ class _AskedSlots:
     def view(self, one: _Rank) -> RankView:
         is_on = [one.rank is None or (m.rule.text in one.rules and one.rank in m.rule.rank) for m in self.matches]
         when = self._when(one.promised.selected, is_on)
-        is_lossy = self.is_merged and _has_lost(one.writers)
-        view = RankView(self.slots, self.axis, one.promised, *when, one.rank, one.writers, self.is_merged, is_lossy)
+        view = RankView(
+            self.slots, self.axis, one.promised, *when, one.rank, one.writers, one.rows, self.is_merged, self.is_lossy
+        )
         for rows in one.rows:
             view.add(rows)
         view.bits[:], view.room[:] = lost_steps(one.writers, one.rows, self.axis)
@@ -168,14 +173,15 @@ def compare(run: Run) -> Expectation:
     """Compare the values that a run should have recorded, by its manifests, with the run's rows."""
     slots = Slots(writer.manifest for writer in run.writers)
     asked = _AskedSlots(run, slots)
-    ranks, axis, is_merged = asked.ranks, asked.axis, run.is_merged
-    views = [asked.view(one) for one in ranks]
-    of_all = WriterSlots.joined(slots, (one.promised for one in ranks))
+    axis, is_merged = asked.axis, run.is_merged
+    views = [asked.view(one) for one in asked.ranks]
+    writer_rows = [rows for view in views for rows in view.rows]
+    of_all = WriterSlots.joined(slots, (view.promised for view in views))
     has_rows, called, graded, selected, wanted = np.zeros((5, len(slots.modules)), bool)
     selected[slots.module[of_all.selected]] = True
-    for one, view in zip(ranks, views, strict=True):
-        for rows in one.rows:
-            has_rows[rows.module[rows.module >= 0]] = True
+    for rows in writer_rows:
+        has_rows[rows.module[rows.module >= 0]] = True
+    for view in views:
         called |= view.called_ever
         graded |= view.graded_ever
         has_steps: Flags = np.any(view.when, axis=1)
@@ -186,7 +192,7 @@ def compare(run: Run) -> Expectation:
     missing_ranks = absent_ranks(run)
     for group, view in asked.absent_views(missing_ranks, of_all.selected):
         absent(gaps, view, group)
-    known_lost = accounted(gaps.lost, {one.rank: one.writers for one in ranks})
+    known_lost = accounted(gaps.lost, {view.rank: view.writers for view in views})
     by_account = (known_lost.get(reason, np.zeros(len(SLOT_SITES), np.int64)) for reason in ACCOUNTED)
     columns = (gaps.expected, gaps.found, gaps.explained, *by_account, gaps.perhaps_dropped)
     # If all steps were kept in memory only (in a ring) and no trigger came, no step is expected on disk. But the run
@@ -199,12 +205,12 @@ def compare(run: Run) -> Expectation:
             if gaps.expected[number]
         ],
         gaps=gaps.collected(),
-        uneven=[] if is_merged else _uneven(ranks, views, axis),
-        partial=_partial(ranks),
-        reaches=_reaches(asked.rules, [one.rank for one in ranks if one.rank is not None] + missing_ranks, is_merged),
-        tails=[] if is_merged else _tails(ranks, views),
+        uneven=[] if is_merged else _uneven(views, axis),
+        partial=_partial(writer_rows),
+        reaches=[] if is_merged else _reaches(asked.rules, [*run.ranks, *missing_ranks]),
+        tails=[] if is_merged else _tails(views),
         problems=asked.problems,
-        unknown=dict(sum((rows.unknown for one in ranks for rows in one.rows), Counter[tuple[str, str]]())),
+        unknown=dict(sum((rows.unknown for rows in writer_rows), Counter[tuple[str, str]]())),
         num_steps_lived=asked.num_lived,
         num_steps_expected=int(np.any(asked.masks, axis=0).sum()) if asked.masks else 0,
         num_steps_passed=asked.num_passed,
@@ -212,16 +218,19 @@ def compare(run: Run) -> Expectation:
         num_selected=int(selected.sum()),
         num_filtered=int((selected & ~wanted).sum()),
         silent=gaps.silent(wanted if len(axis) or is_all_passed else selected, has_rows, called, of_all.hidden),
-        last_steps={one.rank: view.last_step for one, view in zip(ranks, views, strict=True)},
+        last_steps={view.rank: view.last_step for view in views},
         shared=[(module.path, alias) for module in slots.modules for alias in module.aliases],
-        num_incomplete=sum(rows.num_incomplete for one in ranks for rows in one.rows),
+        num_incomplete=sum(rows.num_incomplete for rows in writer_rows),
         is_merged=is_merged,
         absent=missing_ranks,
     )
 
 
-def _ranks(run: Run, slots: Slots, rules: Sequence[Rule]) -> list[_Rank]:
-    """Group the writers by rank. If a rank counts steps from 0 in each attempt, keep only its newest writer."""
+def _ranks(run: Run, slots: Slots, rules_of: Sequence[set[str]]) -> list[_Rank]:
+    """Group the writers by rank. If a rank counts steps from 0 in each attempt, keep only its newest writer.
+
+    `rules_of` has the texts of each writer's rules.
+    """
     numbered = ((None if run.is_merged else writer.rank, number) for number, writer in enumerate(run.writers))
     ranks = []
     for rank, numbers in by_key(numbered).items():
@@ -229,27 +238,12 @@ def _ranks(run: Run, slots: Slots, rules: Sequence[Rule]) -> list[_Rank]:
             numbers = numbers[-1:]
         writers = [run.writers[number] for number in numbers]
         writer_slots = [slots.writer_slots[number] for number in numbers]
-        texts = {rule.text for writer in writers for rule in read_rules(writer.manifest)[0]}
+        rules = set[str]().union(*(rules_of[number] for number in numbers))
         if not any(writer.manifest.roots for writer in writers):  # the manifest is lost, so use the other ranks' rules
-            writer_slots, texts = slots.writer_slots, {rule.text for rule in rules}
+            writer_slots, rules = slots.writer_slots, set[str]().union(*rules_of)
         rows = [read_slots(writer, slots) for writer in writers]
-        ranks.append(_Rank(rank, writers, texts, WriterSlots.joined(slots, writer_slots), rows))
+        ranks.append(_Rank(rank, writers, rules, WriterSlots.joined(slots, writer_slots), rows))
     return ranks
-
-
-def _rules(run: Run) -> tuple[list[Rule], list[str]]:
-    rules: dict[Rule, None] = {}
-    problems: dict[str, None] = {}
-    read: list[Any] = []
-    for writer in run.writers:
-        sources = writer.manifest.rules, writer.manifest.commands
-        if sources in read:
-            continue
-        read.append(sources)
-        some, wrong = read_rules(writer.manifest)
-        rules |= dict.fromkeys(some)
-        problems |= dict.fromkeys(wrong)
-    return list(rules), list(problems)
 
 
 def _axis(rules: Sequence[Rule], ranks: Sequence[_Rank], windows: Sequence[Window]) -> tuple[Integers, int, int]:
@@ -319,52 +313,47 @@ def _missed(one: _Rank, axis: Integers, windows: Sequence[Window]) -> Flags:
     return _in_windows(windows, axis) & ~own | np.isin(axis, [step for dump in dumps for step in dump.missed])
 
 
-def _has_lost(writers: Iterable[RecordedWriter]) -> bool:
-    """Return whether rows were lost before the merge of a merged run. Manifests do not say at which steps."""
-    return any(source.has_lost for writer in writers for source in writer.manifest.merged_writers)
-
-
-def _uneven(ranks: Sequence[_Rank], views: Sequence[RankView], axis: Integers) -> list[Uneven]:
+def _uneven(views: Sequence[RankView], axis: Integers) -> list[Uneven]:
     uneven = []
     for mode, number in MODES.items():
-        counts = [_num_forwards(one, number, axis) for one in ranks]
+        counts = [_num_forwards(view.rows, number, axis) for view in views]
         differing: list[int | None] = []
         steps = np.zeros(len(axis), bool)
-        for one, view, own in list(zip(ranks, views, counts, strict=True))[1:]:
+        for view, own in list(zip(views, counts, strict=True))[1:]:
             sound = view.alive & views[0].alive & (view.bits == 0) & (views[0].bits == 0)
             sound &= np.array_equal(view.code, views[0].code)
             differs = (own != counts[0]) & sound
             if differs.any():
-                differing.append(one.rank)
+                differing.append(view.rank)
                 steps |= differs
         if differing:
-            able = [one.rank for one, own in zip(ranks, counts, strict=True) if own.any()]
+            able = [view.rank for view, own in zip(views, counts, strict=True) if own.any()]
             alone = len(able) == 1
             uneven.append((mode, able if alone else differing, axis[steps].tolist(), alone))
     return uneven
 
 
-def _num_forwards(one: _Rank, mode: int, axis: Integers) -> Integers:
-    steps = np.concatenate([np.zeros(0, np.int64), *(r.step[r.is_forward & (r.mode == mode)] for r in one.rows)])
+def _num_forwards(rows: Sequence[SlotRows], mode: int, axis: Integers) -> Integers:
+    steps = np.concatenate([np.zeros(0, np.int64), *(one.step[one.is_forward & (one.mode == mode)] for one in rows)])
     return np.bincount(np.searchsorted(axis, steps[np.isin(steps, axis)]), minlength=len(axis))
 
 
-def _tails(ranks: Sequence[_Rank], views: Sequence[RankView]) -> list[DroppedTail]:
+def _tails(views: Sequence[RankView]) -> list[DroppedTail]:
     """Count the rows that each rank's newest writer has dropped after its last row, if that row is of the last step."""
     end = max((view.last_step for view in views if view.last_step is not None), default=None)
     tails = []
-    for one, view in zip(ranks, views, strict=True):
-        newest, last_seq = one.writers[-1], int(one.rows[-1].seq.max(initial=-1))
+    for view in views:
+        newest, last_seq = view.writers[-1], int(view.rows[-1].seq.max(initial=-1))
         rest = min(newest.balance.observed - last_seq - 1, newest.balance.num_dropped)
         # After rows that were kept in memory alone, numbers without a row belong mostly to such rows.
         is_told = newest.state == "closed" and not newest.balance.passed
         if view.last_step is not None and view.last_step == end and is_told and rest > 0:
-            tails.append(DroppedTail(one.rank, end, rest))
+            tails.append(DroppedTail(view.rank, end, rest))
     return tails
 
 
-def _partial(ranks: Sequence[_Rank]) -> list[LackingRows]:
-    partial = (partial for one in ranks for rows in one.rows for partial in rows.partial)
+def _partial(writer_rows: Sequence[SlotRows]) -> list[LackingRows]:
+    partial = (partial for rows in writer_rows for partial in rows.partial)
     steps_of = by_key(
         ((tuple(sorted(_rank_list(expected) - _rank_list(present))), mode), steps)
         for present, expected, mode, steps in partial
@@ -383,10 +372,10 @@ def _rank_list(text: str | None) -> set[int]:
     return {item for item in parsed if type(item) is int} if isinstance(parsed, list) else set()
 
 
-def _reaches(rules: Sequence[Rule], ranks: Sequence[int], is_merged: bool) -> list[RuleReach]:
+def _reaches(rules: Sequence[Rule], ranks: Sequence[int]) -> list[RuleReach]:
     reaches = []
     for rule in rules:
-        if rule.rank != EVERY and not is_merged:
+        if rule.rank != EVERY:
             inside = sorted(rank for rank in ranks if rank in rule.rank)
             reaches.append((rule.text, inside, sorted(set(ranks) - set(inside))))
     return reaches

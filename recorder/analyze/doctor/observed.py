@@ -383,6 +383,8 @@ class RankView:
     """For each group of slots with equal expected steps, a mask of these steps. Group 0 has none."""
     rank: int | None
     writers: Sequence[RecordedWriter] = ()
+    rows: Sequence[SlotRows] = ()
+    """The rows of each writer."""
     is_merged: bool = False
     is_lossy: bool = False
     """True for a merged run whose source lost rows at unknown steps."""
