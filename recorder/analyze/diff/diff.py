@@ -122,13 +122,12 @@ def compare_runs(
     own_names = _unpaired_names(_module_paths(a), names)
     sides = SideTotals(selection, own_names[0]), SideTotals(selection, own_names[1])
     _check_twins(a, b, noise)
-    how = options.global_view
-    views = [run.view(loss=how.loss, layouts=how.layouts) for run in (a, b, *noise)]
+    arguments = (a, b, options, own_names, PayloadReport(report))
+    comparer = RangeComparer(*arguments)
     # The noise of a small tensor is its largest noise at any step of a range. So with noise runs the ranges are as long
     # as possible.
-    windows = [view.windows(MAX_ROWS) if noise else global_step_ranges(view) for view in views]
-    arguments = (a, b, options, own_names, PayloadReport(report))
-    comparison = _Comparison(RangeComparer(*arguments), report, sides)
+    windows = [view.windows(MAX_ROWS) if noise else global_step_ranges(view) for view in comparer.views]
+    comparison = _Comparison(comparer, report, sides)
     for compared in mapper(RangeComparer, arguments, _ranges(*windows)):
         comparison.add(compared)
         del compared  # this frees the rows before the next rows are read

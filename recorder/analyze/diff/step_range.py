@@ -126,7 +126,8 @@ class RangeComparer:
         report: PayloadReport,
     ) -> None:  # fmt: skip
         how = options.global_view
-        self._views = [run.view(loss=how.loss, layouts=how.layouts) for run in (a, b, *options.noise)]
+        self.views = [run.view(loss=how.loss, layouts=how.layouts) for run in (a, b, *options.noise)]
+        """The global views of the two runs and of the noise runs."""
         self.jitter_eps = max((run.jitter_eps for run in options.noise), default=0.0)
         """The largest share by which the inputs of any noise run were perturbed; 0 without noise runs."""
         self._options, self._own_names, self._report = options, own_names, report
@@ -151,7 +152,7 @@ class RangeComparer:
         moved: list[set[str]] = []
         if len(pairs.a):
             judged = judge(a, b, pairs, self._options.tolerance, self._report)
-            noise = [RunSteps.read(view, selection, first, last) for view in self._views[2:]]
+            noise = [RunSteps.read(view, selection, first, last) for view in self.views[2:]]
             measured = measure(judged, compared, noise)
             moved = [moved_roots(a, side) for side in noise]
             counts = a.table.select(MODULE).take(pa.array(pairs.a)).group_by(MODULE).aggregate([([], "count_all")])
@@ -173,8 +174,8 @@ class RangeComparer:
 
     def _read(self, first: int | None, last: int | None, sides: Sequence[SideTotals] = ()) -> tuple[PairedSteps, int]:
         """Return the paired rows, and `num_in_other_micro_steps`. Store in `sides` how many rows were left out."""
-        a = RunSteps.read(self._views[0], self._options.selection, first, last)
-        b = RunSteps.read(self._views[1], self._options.selection, first, last, self._options.renames)
+        a = RunSteps.read(self.views[0], self._options.selection, first, last)
+        b = RunSteps.read(self.views[1], self._options.selection, first, last, self._options.renames)
         a, b, handed_on, recomputed, num_in_other_micro_steps = comparable(a, b)
         for side, *left_out in zip(sides, handed_on, recomputed, strict=False):
             side.num_handed_on, side.num_recomputed = left_out
