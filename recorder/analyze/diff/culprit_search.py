@@ -21,7 +21,8 @@ FORWARD, RECOMPUTE, BACKWARD, REDUCTION, UPDATE, START = (
 )  # fmt: skip
 _OF_A_GROUP = "the learning rate of one group only"
 OTHER_INPUT = "the root was called with another input"
-PHASES = (FORWARD, RECOMPUTE, BACKWARD, REDUCTION, UPDATE, START)
+PHASES = (START, FORWARD, RECOMPUTE, BACKWARD, REDUCTION, UPDATE)
+"""The kinds of computations in the order of a step. State that differs in its first record comes first."""
 _ALIKE_SHARE = 0.9
 _MIN_ALIKE = 3
 """If this many parameters and `_ALIKE_SHARE` of all parameters differ at once, no single parameter is blamed."""
@@ -435,8 +436,7 @@ def _collapsed(suspects: list[Suspect], now: _Step) -> list[Suspect]:
 
 
 def _when(suspect: Suspect) -> tuple[int, int, float]:
-    phases = (START, *PHASES)  # state that differs in its first record comes before all phases
-    return suspect.step, phases.index(suspect.phase), suspect.event.order
+    return suspect.step, PHASES.index(suspect.phase), suspect.event.order
 
 
 def are_nearly_all(num_touched: int, num_params: int) -> bool:

@@ -27,7 +27,7 @@ from ...system.text import listed
 from ..first.first import first_nonfinite, sentence
 from .compare import Tolerance
 from .culprit_findings import Culprit, CulpritFinder
-from .culprit_search import PHASES, START
+from .culprit_search import PHASES
 from .noise import BeyondNoise
 from .pairs import PairedSteps, Verdicts
 from .probe_culprit import ProbesCompared, compare_probes
@@ -187,7 +187,7 @@ def _with_probe(total: Diff, probes: ProbesCompared, a: Run) -> Diff:
 
 
 def _time(culprit: Culprit) -> tuple[int, int]:
-    return culprit.step, (START, *PHASES).index(culprit.phase)
+    return culprit.step, PHASES.index(culprit.phase)
 
 
 def _with_nonfinite(
