@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ...errors import CorruptError, LookupFailedError, RunError, UnsupportedError, not_installed
+from ...errors import LookupFailedError, RunError, UnsupportedError, not_installed
+from ...numerics.distributions import histogram_of_row
 from ...numerics.dtypes import as_array
 from ...numerics.histogram import Histogram
 from ...run.notes import MissingRanks
@@ -150,13 +151,8 @@ def _take(row: Mapping[str, Any], values: dict[str, float | Histogram | Picture]
         return
     values |= {f"{tag}/{name}": row[name] for name in _STATISTICS if row[name] is not None}
     values |= {f"{tag}/{name}": float(row[name]) for name in _COUNTS if row[name]}
-    if row["histogram"] is not None:
-        try:
-            values[f"{tag}/histogram"] = Histogram.from_bytes(
-                row["histogram"], zero_count=row["zero_count"] or 0, nan_count=row["nan_count"] or 0
-            )
-        except CorruptError:
-            return  # `recorder verify` reports the damage
+    if (histogram := histogram_of_row(row)) is not None:  # `recorder verify` reports a damaged one
+        values[f"{tag}/histogram"] = histogram
 
 
 def _tag(row: Mapping[str, Any]) -> str:
