@@ -106,9 +106,8 @@ def first(run: Run) -> First:
     num_superseded = 0
     ranges = run.view().windows(RANGE_ROWS)
     with cut_rows(run, ranges, whole_rows) as tables_of:
-        for steps in ranges if len(ranges) > 1 else [None]:
-            tables = tables_of(steps) if steps else whole_rows(run.writers, None)
-            timeline = Timeline(run, attempts, steps, tables, firsts)
+        for steps in ranges:
+            timeline = Timeline(run, attempts, steps, tables_of(steps), firsts)
             firsts = nonfinite.add(timeline)
             replicas.add(timeline)
             num_superseded += timeline.num_superseded

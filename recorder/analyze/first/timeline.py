@@ -97,10 +97,10 @@ class Timeline:
     """
 
     def __init__(
-        self, run: Run, attempts: Attempts, steps: tuple[int, int] | None, tables: Iterable[Any],
+        self, run: Run, attempts: Attempts, steps: tuple[int, int], tables: Iterable[Any],
         firsts: FirstRows | None = None,
     ) -> None:  # fmt: skip
-        """Load the `tables` of `whole_rows` for `steps` = (first, last), without the step `last`. None means all steps.
+        """Load the `tables` of `whole_rows` for `steps` = (first, last), without the step `last`.
 
         `attempts` has seen the rows of all writers at these steps, or sees them now. `firsts` are the first records of
         values at earlier steps.
@@ -145,7 +145,6 @@ class Timeline:
 
     def before(self, rank: int | None) -> Timeline:
         """Return the timeline of a rank over all steps before this range. It includes rows for all ranks."""
-        assert self.steps is not None, "only a range of steps has earlier steps"
         writers = [writer for writer in self.run.writers if writer.rank in (rank, None)]
         steps = _BEGINNING, self.steps[0]
         return Timeline(self.run, self.attempts, steps, whole_rows(writers, steps))
@@ -198,7 +197,7 @@ class Timeline:
         return self.run.array(question.pop("module_path"), **question)
 
 
-def whole_rows(writers: Sequence[RecordedWriter], steps: tuple[int, int] | None) -> Iterator[Any]:
+def whole_rows(writers: Sequence[RecordedWriter], steps: tuple[int, int]) -> Iterator[Any]:
     """Yield the rows of some writers at `steps`, one row per tensor. Each batch is a table with encoded texts."""
     for table in first_parts(writers, steps, _COLUMNS):
         yield with_coded_texts(table, _SCHEMA)
