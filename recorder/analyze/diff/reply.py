@@ -492,9 +492,8 @@ def _modules_table(result: Diff, limit: int, *, has_models: bool) -> Table:
     ]
     title = f"modules that differ ({len(modules)}), in the order in which they do{_cut_text(len(modules), limit)}"
     texts = ("root", "module", "first value")
-    absent = () if has_statistics else ("stats apart",)
-    legend = f"{_OF_MAX}; {_STATS_APART}" if has_statistics else _OF_MAX
-    return _table(titles, lines, title, _MODULE_DROPS, texts=texts, absent=absent, legend=legend)
+    optional, legend = ("", f"{_OF_MAX}; {_STATS_APART}") if has_statistics else ("stats apart", _OF_MAX)
+    return _table(titles, lines, title, _MODULE_DROPS, texts=texts, optional=optional, legend=legend)
 
 
 def _values_table(result: Diff, limit: int, *, has_models: bool) -> Table:
@@ -514,8 +513,7 @@ def _values_table(result: Diff, limit: int, *, has_models: bool) -> Table:
     num_rows = result.table.num_rows
     title = f"values that differ ({num_rows}), in the order of execution{_cut_text(num_rows, limit)}"
     texts = ("module", "value", "rank", "kind", "shape", "type", "statistics")
-    absent = () if any(row["statistic"] is not None for row in rows) else ("statistics",)
-    return _table(titles, lines, title, _VALUE_DROPS, texts=texts, absent=absent)
+    return _table(titles, lines, title, _VALUE_DROPS, texts=texts, optional="statistics")
 
 
 def _head(row: dict[str, Any], *, has_models: bool) -> tuple[str, str, str, str]:
@@ -545,8 +543,7 @@ def _histograms_table(result: Diff, limit: int, *, has_models: bool) -> Table | 
         lines.append([*_head(row, has_models=has_models), *lines_of, apart, zeros, subnormal, infinite])
     title = f"histograms of values that differ ({table.num_rows}): {magnitudes}{_cut_text(table.num_rows, limit)}"
     texts, legend = ("module", "value", "rank", "A", "B"), f"{_APART}; {distributions.HISTOGRAM_LEGEND}"
-    absent = () if any(line[3] for line in lines) else ("rank",)
-    return _table(titles, lines, title, _HISTOGRAM_DROPS, texts=texts, absent=absent, legend=legend)
+    return _table(titles, lines, title, _HISTOGRAM_DROPS, texts=texts, optional="rank", legend=legend)
 
 
 def _units_table(result: Diff, limit: int, *, has_models: bool) -> Table | None:
@@ -562,9 +559,9 @@ def _units_table(result: Diff, limit: int, *, has_models: bool) -> Table | None:
         dead = f"{row['units_dead_a']}|{row['units_dead_b']}"
         lines.append([*_head(row, has_models=has_models)])
         lines[-1] += [_pair_cell(row["units_a"], row["units_b"]), apart, dead, unit, rms]
-    absent = () if any(line[3] for line in lines) else ("rank",)
     title = f"units of values that differ ({table.num_rows}){_cut_text(table.num_rows, limit)}"
-    return _table(titles, lines, title, _UNITS_DROPS, texts=("module", "value", "rank"), absent=absent, legend=_DEAD)
+    texts = ("module", "value", "rank")
+    return _table(titles, lines, title, _UNITS_DROPS, texts=texts, optional="rank", legend=_DEAD)
 
 
 def _only_parts(run: str, only: Any, limit: int, *, has_models: bool) -> Iterator[str | Table]:
@@ -592,9 +589,10 @@ def _left_aside(result: Diff, options: DiffOptions) -> Iterator[str]:
 
 def _table(
     titles: list[str], lines: list[list[str]], title: str, drops: tuple[str, ...], *, texts: tuple[str, ...],
-    absent: Sequence[str] = (), legend: str = "",
+    optional: str, legend: str = "",
 ) -> Table:  # fmt: skip
-    kept = [i for i, name in enumerate(titles) if name not in absent]
+    """Return a table. The column `optional` is left out if all its cells are empty."""
+    kept = [i for i, name in enumerate(titles) if name != optional or any(line[i] for line in lines)]
     titles, lines = [titles[i] for i in kept], [[line[i] for i in kept] for line in lines]
     return Table(
         titles, lines, numbers=[name for name in titles if name not in texts], whole=("kind", "shape"),
