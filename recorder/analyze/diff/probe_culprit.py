@@ -6,7 +6,7 @@ nothing else. Numbers are compared rank by rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -122,7 +122,7 @@ class _Side(NamedTuple):
             attempts.append(integers(table.column("attempt")))
             values.append(_values(table))
         key = np.concatenate(keys)
-        is_last = _are_of_last_attempt(np.concatenate(attempts), [key % MAX_STEPS])
+        is_last = _are_of_last_attempt(np.concatenate(attempts), key % MAX_STEPS)
         return key[is_last], np.concatenate(values, axis=1)[:, is_last]
 
     def at(self, step: int) -> Any:
@@ -130,16 +130,15 @@ class _Side(NamedTuple):
         table = pa.concat_tables(
             table.filter(column_of(integers(table.column("step")) == step)) for table in self.tables(None)
         )
-        return table.filter(
-            column_of(_are_of_last_attempt(integers(table.column("attempt")), [integers(table.column("rank"))]))
-        )
+        attempts, ranks = (integers(table.column(name)) for name in ("attempt", "rank"))
+        return table.filter(column_of(_are_of_last_attempt(attempts, ranks)))
 
 
-def _are_of_last_attempt(attempts: Integers, groups: Sequence[Integers]) -> npt.NDArray[np.bool_]:
-    """Return which rows are of the last attempt in their group, because several attempts may train a step."""
+def _are_of_last_attempt(attempts: Integers, numbers: Integers) -> npt.NDArray[np.bool_]:
+    """Return which rows are of the last attempt with their number, because several attempts may train a step."""
     if not len(attempts) or attempts.min() == attempts.max():
         return np.ones(len(attempts), np.bool_)
-    ids = group(groups).ids
+    ids = group([numbers]).ids
     last = np.zeros(int(ids.max()) + 1, np.int64)
     np.maximum.at(last, ids, attempts)
     return np.asarray(attempts == last[ids])
