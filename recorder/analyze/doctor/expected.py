@@ -18,7 +18,7 @@ from ...rules import EVERY, Rule
 from ...run.notes import absent_ranks
 from ...run.run import RecordedWriter, Run
 from .gaps import Gap, Gaps, absent, explain
-from .observed import ACCOUNTED, MODES, Cause, DroppedTail, RankView, SlotRows, accounted, lost_steps, read_slots
+from .observed import MODES, Cause, DroppedTail, RankView, SlotRows, accounted, lost_steps, read_slots
 from .slots import SLOT_SITES, Flags, RuleMatch, Slots, WriterSlots, distinct, match_rule, read_rules
 
 Window = tuple[int, int]
@@ -192,9 +192,8 @@ def compare(run: Run) -> Expectation:
     missing_ranks = absent_ranks(run)
     for group, view in asked.absent_views(missing_ranks, of_all.selected):
         absent(gaps, view, group)
-    known_lost = accounted(gaps.lost, {view.rank: view.writers for view in views})
-    by_account = (known_lost.get(reason, np.zeros(len(SLOT_SITES), np.int64)) for reason in ACCOUNTED)
-    columns = (gaps.expected, gaps.found, gaps.explained, *by_account, gaps.perhaps_dropped)
+    lost = accounted(gaps.lost, {view.rank: view.writers for view in views})
+    columns = (gaps.expected, gaps.found, gaps.explained, *lost.values(), gaps.perhaps_dropped)
     # If all steps were kept in memory only (in a ring) and no trigger came, no step is expected on disk. But the run
     # had steps.
     is_all_passed = asked.num_lived > 0 and any(match.rule.keep == KEEP_RING for match in asked.matches)

@@ -67,12 +67,12 @@ class DroppedTail(NamedTuple):
 def accounted(
     lost: Mapping[int | None, Mapping[str, Integers]], writers: Mapping[int | None, Sequence[RecordedWriter]]
 ) -> dict[str, Integers]:
-    """Return the number of missing values that losses counted by the writers explain, by reason and site.
+    """Return how many missing values the losses explain that writers counted: by reason of `ACCOUNTED`, and by site.
 
     `lost` has the number of missing values by rank, reason and site. The values of a rank and a reason are included
     only if they are no more than the rank's writers count as lost.
     """
-    missing: dict[str, Integers] = {}
+    missing = {reason: np.zeros(len(SLOT_SITES), np.int64) for reason in ACCOUNTED}
     for rank, by_reason in lost.items():
         balances = [writer.balance for writer in writers.get(rank, ())]
         known = {
@@ -81,7 +81,7 @@ def accounted(
         }
         for reason, by_site in by_reason.items():
             if by_site.sum() <= known[reason]:
-                missing[reason] = missing.get(reason, 0) + by_site
+                missing[reason] += by_site
     return missing
 
 
@@ -354,14 +354,9 @@ def _incomplete(numbers: dict[str, Integers], dtypes: _Codes, payload: Any) -> i
 
 
 def _lacking(columns: dict[str, Any], step: Integers) -> list[tuple[str, str, str, Integers]]:
-    present, expected = columns["ranks_present"], columns["ranks_expected"]
-    if present.null_count == len(present):
-        return []
-    lacks = pc.fill_null(pc.not_equal(present, expected), False).to_numpy()
-    if not lacks.any():
-        return []
-    named = {"present": present, "expected": expected, "mode": columns["mode"], "step": step}
-    some = pa.table(named).filter(pa.array(lacks))
+    names = {"present": "ranks_present", "expected": "ranks_expected", "mode": "mode"}
+    rows = pa.table({name: columns[column] for name, column in names.items()} | {"step": step})
+    some = rows.filter(pc.not_equal(rows["present"], rows["expected"]))  # a row without ranks is left out
     groups = some.group_by(["present", "expected", "mode"]).aggregate([("step", "list")]).to_pylist()
     return [(row["present"], row["expected"], row["mode"], np.array(row["step_list"], np.int64)) for row in groups]
 
