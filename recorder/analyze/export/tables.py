@@ -68,11 +68,12 @@ def tables_of(
     run: Run, names: Collection[str] = tuple(TABLES), *, max_rows: int = _MAX_ROWS, mapper: Mapper = map_serially
 ) -> Iterator[tuple[str, Any]]:
     """Yield the tables of a run in parts, as (table's name, part). A part has at most about `max_rows` rows."""
-    makers: dict[str, Callable[[Run, int], Iterator[Any]]]
-    makers = {"rows": _rows, "probe": _probe, "findings": partial(_findings, mapper=mapper), "runs": _run}
+    makers: dict[str, Callable[[Run], Iterator[Any]]]
+    makers = {"probe": _probe, "findings": partial(_findings, mapper=mapper), "runs": _run}
+    makers["rows"] = partial(_rows, max_rows=max_rows)
     created = datetime.fromtimestamp((run.manifest.created_ns or 0) / 1e9, UTC)
     for name in (one for one in TABLES if one in names):
-        for part in makers[name](run, max_rows):
+        for part in makers[name](run):
             known = {column: part.column(column) for column in part.column_names}
             known |= {"run_id": pa.repeat(run.run_id, len(part)), "day": pa.repeat(created.date(), len(part))}
             if "created" in TABLES[name].names:
@@ -80,7 +81,7 @@ def tables_of(
             yield name, pa.table([known[field.name].cast(field.type) for field in TABLES[name]], TABLES[name])
 
 
-def _run(run: Run, max_rows: int) -> Iterator[Any]:
+def _run(run: Run) -> Iterator[Any]:
     steps, hosts = run.steps, sorted({writer.manifest.host or "" for writer in run.writers})
     yield pa.Table.from_pylist(
         [
@@ -97,7 +98,7 @@ def _run(run: Run, max_rows: int) -> Iterator[Any]:
     )  # fmt: skip
 
 
-def _findings(run: Run, max_rows: int, *, mapper: Mapper) -> Iterator[Any]:
+def _findings(run: Run, *, mapper: Mapper) -> Iterator[Any]:
     hosts = {writer.rank: writer.manifest.host or "" for writer in run.writers}
     found = [
         {
@@ -109,15 +110,15 @@ def _findings(run: Run, max_rows: int, *, mapper: Mapper) -> Iterator[Any]:
     yield pa.Table.from_pylist(found, pa.schema(list(TABLES["findings"])[2:]))
 
 
-def _probe(run: Run, max_rows: int) -> Iterator[Any]:
+def _probe(run: Run) -> Iterator[Any]:
     for writer in run.writers:
         with suppress(CorruptError):  # the error counts as damage of the run from now on
             yield from probe_tables([writer])
 
 
-def _rows(run: Run, max_rows: int) -> Iterator[Any]:
+def _rows(run: Run, *, max_rows: int) -> Iterator[Any]:
     attempts = Attempts(run)
-    for steps in run.view().windows(max_rows) or []:
+    for steps in run.view().windows(max_rows):
         yield attempts.counting(run.table(list(METADATA_COLUMNS), steps=steps))
 
 
