@@ -291,7 +291,7 @@ def _judge(start: _Start, before: _Values, now: _Values, attempt: str, other: st
     """
     if not start.restored:
         what = f"{attempt} continues at step {start.first} with other parameters than the run had by then: "
-        is_far = not other and _are_far(start.moving, start.loaded, start.first, start.begin)
+        is_far = not other and _are_far(start)
         return [_on_model(start.first, what + "other weights were loaded, or none", _LOAD)] if is_far else []
     at = start.step
     of_other, earlier = (f" of {other}", other) if other else ("", "the run")
@@ -303,9 +303,7 @@ def _judge(start: _Start, before: _Values, now: _Values, attempt: str, other: st
         elif at == start.end:
             findings += _risen_rates(before, now, start, attempt, of_other)
         else:
-            known = {key: before[key] for key in now if key in before}
-            near = range(min(start.restored) - 1, max(start.restored) + 2)
-            findings += _rates(known, now, (start.first, at), near, attempt, of_other)
+            findings += _rates(before, now, start, attempt, of_other)
         findings += _batches(before, now, attempt, earlier)
     # Another run may be continued with other parameters, or at another rate, on purpose.
     is_sure = not other or at == start.begin
@@ -359,42 +357,34 @@ def _are_same(a: float, b: float) -> bool:
     return bool(np.isclose(a, b, rtol=_SAME, atol=0.0))
 
 
-def _are_far(moving: Mapping[_Key, _Series], loaded: Mapping[_Key, float], first: int, begin: int) -> bool:
+def _are_far(start: _Start) -> bool:
     """Return whether the parameters are far from those that the run had at the first step of the restart, or last.
 
     They are near if the checkpoint rounded them, or if an attempt was killed after the checkpoint of a step that it did
     not record. If the steps begin anew, the training may do so, too, with other random numbers.
     """
-    there = {key: float(one.values[-1]) if first > one.steps[-1] else one.at(first) for key, one in moving.items()}
-    is_far = [
-        abs(loaded[key] - there[key]) > max(abs(one.values[0] - there[key]) / 2, _ROUNDED * loaded[key])
-        for key, one in moving.items()
-    ]
-    return first > begin and 2 * sum(is_far) > len(moving)
+    num_far = 0
+    for key, one in start.moving.items():
+        loaded = start.loaded[key]
+        there = float(one.values[-1]) if start.first > one.steps[-1] else one.at(start.first)
+        num_far += abs(loaded - there) > max(abs(one.values[0] - there) / 2, _ROUNDED * loaded)
+    return start.first > start.begin and 2 * num_far > len(start.moving)
 
 
-def _rates(
-    known: _Values, now: _Values, first: tuple[int, int], near: range, attempt: str, of: str
-) -> Iterator[Finding]:
+def _rates(before: _Values, now: _Values, start: _Start, attempt: str, of: str) -> Iterator[Finding]:
     """Yield learning rates that differ. The optimizer's state brings the first one, and a scheduler those after it.
 
-    Args:
-        known: what the run had before.
-        now: what the attempt has.
-        first: the first step of the attempt, and the step that it has restored.
-        near: the steps whose learning rates the first step may have.
-        attempt: the attempt in words.
-        of: the run of the steps before in words, if it is another one.
+    The first step may have a rate of any step beside those that were restored. `of` is as in `_other_rate`.
     """
-    for key, one in known.items():
-        for more in range(_RATES) if key.site == "scalar" else ():
-            here, step = first[0] + more, first[1] + more
+    near = range(min(start.restored) - 1, max(start.restored) + 2)
+    for key in (key for key in now if key.site == "scalar" and key in before):
+        one = before[key]
+        for more in range(_RATES):
+            here, step = start.first + more, start.step + more
             rate, was = now[key].at(here), one.at(step)
             around = [value for other in near if np.isfinite(value := one.at(other + more))]
             if np.isfinite([rate, was]).all() and not min(around) * (1 - _SAME) <= rate <= max(around) * (1 + _SAME):
-                had = f"{number(was)} at step {step}{of or ' before'}"
-                what = f"{attempt} has the learning rate {number(rate)}, which was {had}"
-                yield _on(key, here, what, _RATES_ADVICE)
+                yield _other_rate(key, here, rate, was, step, attempt, of)
                 break
 
 
@@ -407,12 +397,17 @@ def _risen_rates(before: _Values, now: _Values, start: _Start, attempt: str, of:
             for step in range(start.first, start.first + _RATES):
                 rate, last = now[key].at(step), now[key].at(step - 1) if step > start.first else was
                 if rate - last > (1 + _SAME) * rises and rate > 1.1 * was:
-                    had = f"{number(was)} at step {start.end - 1}{of or ' before'}"
-                    what = f"{attempt} has the learning rate {number(rate)}, which was {had}"
                     detail = "as at the first step" if _are_same(rate, one.at(start.begin)) else ""
-                    found = _on(key, step, what, _RATES_ADVICE, detail)
-                    yield found._replace(severity=Severity.NOTE)  # a cycle of a schedule may end there
+                    found = _other_rate(key, step, rate, was, start.end - 1, attempt, of)
+                    # A cycle of a schedule may end there.
+                    yield found._replace(severity=Severity.NOTE, detail=detail)
                     break
+
+
+def _other_rate(key: _Key, step: int, rate: float, was: float, then: int, attempt: str, of: str) -> Finding:
+    """Return a finding on a learning rate. `of` names the run that it was of at the step `then`, if another one."""
+    had = f"{number(was)} at step {then}{of or ' before'}"
+    return _on(key, step, f"{attempt} has the learning rate {number(rate)}, which was {had}", _RATES_ADVICE)
 
 
 def _batches(before: _Values, now: _Values, attempt: str, earlier: str) -> Iterator[Finding]:
