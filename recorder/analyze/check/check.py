@@ -402,12 +402,9 @@ def _with_ranks(findings: Sequence[Finding], run: Run) -> list[Finding]:
     """
     wanted = {(one.root, one.rule) for one in findings if one.rule in _FACT_OF} if len(run.ranks) > 1 else set()
     last = max((writer.attempt for writer in run.writers), default=0)
-    of_rank = [
-        (writer.rank, root) for writer in run.writers if writer.attempt == last for root in writer.manifest.roots
-    ]
-    alike = by_key(
-        (id(root), (rank, root)) for rank, root in of_rank if rank is not None
-    )  # equal models share one object
+    newest = [writer for writer in run.writers if writer.attempt == last]
+    of_rank = ((one.rank, root) for one in newest if one.rank is not None for root in one.manifest.roots)
+    alike = by_key((id(root), (rank, root)) for rank, root in of_rank)  # equal models share one object
     having: defaultdict[tuple[str, ...], set[int]] = defaultdict(set)
     for members in alike.values():
         root, ranks = members[0][1], [rank for rank, _ in members]
