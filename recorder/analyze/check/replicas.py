@@ -39,7 +39,9 @@ def replicas_of(run: Run, mapper: Mapper = map_serially) -> ComparisonResult:
     joined = {name for name, wrapper in wrappers.items() if wrapper is not None and wrapper.joins}
     if joined and len({writer.last_step for writer in run.writers if writer.state == "closed"}) == 1:
         joined = set()
-    findings = [_without_common_steps(one) if one.root in joined else one for one in findings]
+    for i, one in enumerate(findings):
+        if one.root in joined:  # ranks count their own steps, and some have made fewer
+            findings[i] = one._replace(severity=Severity.NOTE, advice=_JOIN)
     why = search.why_none() or "there is no parameter, gradient or optimizer state to compare"
     is_compared = bool(findings) or not search.num_compared.keys().isdisjoint(FINDINGS)
     notes = [f"replicas: {note}" for note in search.notes()]
@@ -51,11 +53,6 @@ def _of_buffer(one: Differing) -> Finding:
     found = _finding(one, 1, None, _OWN_BUFFERS)
     is_running = found.name in ("running_mean", "running_var", "num_batches_tracked")
     return found._replace(severity=Severity.NOTE, advice=_SYNC) if is_running else found
-
-
-def _without_common_steps(one: Finding) -> Finding:
-    """Return a finding as a note. Ranks count their own steps, and with DDP's `join` some have made fewer."""
-    return one._replace(severity=Severity.NOTE, advice=_JOIN)
 
 
 def _advice(one: Differing, search: ReplicaFinder, kinds: Mapping[str, str]) -> str:
