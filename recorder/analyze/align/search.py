@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from ...numerics.keys import by_key
 from ...system.text import counted, listed, value_in_words
-from .sequences import JoinedTokens, TokenAt, ValuePair, wide
+from .sequences import JoinedTokens, TokenAt, ValuePair
 from .tokens import AlignedRun, Array, Floats, Integers, ValueName
 from .weights import EQUAL, MERGED, OTHER, TRAINER_ONLY, UNKNOWN, WRONG, WeightState, told_weight
 
@@ -285,7 +285,7 @@ class Search:
             num += bool(here.size)
             types |= {other[2]} - {pair.dtype_trainer} if here.size else set()
             if here.size and other[2] == pair.dtype_trainer:  # noise of one dtype says nothing about another dtype
-                found[name] = float(apart_by_token(pair.engine[here], wide(other[0][there])).max())
+                found[name] = float(apart_by_token(pair.engine[here], other[0][there].astype(np.float64)).max())
                 if len(found) == 1 and found[name] > max(BOUNDS.get(dtype, 0.0) for dtype in pair[3:]):
                     why = f"its {name.module_path!r} computes something else, so it is another model"
         if 2 * len(found) <= num:

@@ -10,7 +10,7 @@ import numpy as np
 from ...errors import LookupFailedError
 from ...numerics.keys import by_key
 from ...system.text import counted
-from .tokens import AlignedRun, Array, Floats, Integers, ValueName
+from .tokens import AlignedRun, Floats, Integers, ValueName
 
 _MAX_SAMPLES = 32
 """How many unmatched samples of the engine are examined. Each is compared with up to 8 times as many of the
@@ -256,7 +256,8 @@ class JoinedTokens:
         slots, at, at_theirs = np.intersect1d(ours[1], theirs[1], return_indices=True)
         if not slots.size:
             return None
-        return ValuePair(slots, wide(ours[0][at]), wide(theirs[0][at_theirs]), ours[2], theirs[2])
+        a, b = ours[0][at].astype(np.float64), theirs[0][at_theirs].astype(np.float64)
+        return ValuePair(slots, a, b, ours[2], theirs[2])
 
 
 def _by_slot(side: AlignedRun, num_slots: int) -> Floats:
@@ -275,8 +276,3 @@ def _by_slot(side: AlignedRun, num_slots: int) -> Floats:
         has_slot &= ~np.isnan(call.logprobs)
         found[side.slots[key][has_slot], 4] = call.logprobs[has_slot]
     return found
-
-
-def wide(values: Array) -> Floats:
-    """Return values as float64, the type in which they are compared."""
-    return np.asarray(values.astype(np.float64))
