@@ -60,7 +60,8 @@ def write_npz(file: BinaryIO, spans_of: SpansOf, entries: Sequence[Entry], repor
     """
     with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
         for entry in entries:
-            kind, is_widened = _npy_dtype(entry.dtype)
+            is_widened = entry.dtype.startswith("float8") or entry.dtype == "bfloat16"
+            kind = np.dtype("<f4") if is_widened else numpy_dtype(entry.dtype)
             with archive.open(zipfile.ZipInfo(f"{entry.name}.npy", _NO_TIME), "w", force_zip64=True) as member:
                 header = {"descr": npy.dtype_to_descr(kind), "fortran_order": False, "shape": entry.shape}
                 npy.write_array_header_2_0(member, header)
@@ -111,13 +112,6 @@ def write_safetensors(
 def widest_first(entries: Sequence[Entry]) -> list[Entry]:
     """Return the tensors by element size, largest first. So each file offset is a multiple of the element size."""
     return sorted(entries, key=lambda entry: -item_bytes(entry.dtype))
-
-
-def _npy_dtype(dtype: str) -> tuple[np.dtype[Any], bool]:
-    """Return the dtype that a numpy file has for values of this dtype, and whether the values must be widened to it."""
-    if dtype.startswith("float8") or dtype == "bfloat16":
-        return np.dtype("<f4"), True
-    return numpy_dtype(dtype), False
 
 
 def _safetensors_type(entry: Entry) -> tuple[str, list[int]]:
