@@ -163,13 +163,11 @@ def _gaps_between(
     writer: RecordedWriter, rows: SlotRows, spans: Sequence[tuple[int, int, Cause]], usual: Cause
 ) -> Iterator[_Gaps]:
     balance = writer.balance
-    indices = np.flatnonzero(np.diff(rows.seq) > 1)
-    before, after = rows.seq[indices], rows.seq[indices + 1]
-    first, last = rows.step[indices], rows.step[indices + 1]
-    if rows.seq[0] > 0:
-        before, after = np.insert(before, 0, -1), np.insert(after, 0, rows.seq[0])
-        first, last = np.insert(first, 0, rows.step[0]), np.insert(last, 0, rows.step[0])
-    earliest, latest = _when(rows, indices)
+    indices = np.flatnonzero(np.diff(rows.seq, prepend=-1) > 1)  # the rows before which others are missing
+    previous = np.maximum(indices - 1, 0)
+    before, after = np.where(indices > 0, rows.seq[previous], -1), rows.seq[indices]
+    first, last = rows.step[previous], rows.step[indices]
+    earliest, latest = _when(rows, previous, indices)
     causes = np.full(len(before), usual, np.int64)
     for cause in (Cause.RETIRED, Cause.CORRUPT):
         for low, high, kind in spans:
@@ -189,15 +187,16 @@ def _gaps_between(
             yield _Gaps(cause, first[of], last[of], size, earliest[of], latest[of])
 
 
-def _when(rows: SlotRows, indices: Integers) -> tuple[Integers, Integers]:
-    """Return the earliest and the latest phase in which the rows missing after each row in `indices` were numbered."""
-    before, after = rows.when[indices], rows.when[indices + 1]
-    is_slice = (rows.micro_step[indices] == rows.micro_step[indices + 1]) | (after == UPDATE)
-    is_known = (rows.step[indices] == rows.step[indices + 1]) & is_slice & (before <= after) & (after < ANYTIME)
-    earliest, latest = np.where(is_known, before, FORWARD), np.where(is_known, after, UPDATE)
-    if rows.seq[0] > 0:
-        earliest, latest = np.insert(earliest, 0, FORWARD), np.insert(latest, 0, UPDATE)
-    return earliest, latest
+def _when(rows: SlotRows, previous: Integers, indices: Integers) -> tuple[Integers, Integers]:
+    """Return the earliest and the latest phase in which the rows missing before each row in `indices` were numbered.
+
+    `previous` has the row before the missing ones. For rows that are missing before the first row it is the first row.
+    """
+    before, after = rows.when[previous], rows.when[indices]
+    is_slice = (rows.micro_step[previous] == rows.micro_step[indices]) | (after == UPDATE)
+    is_known = (rows.step[previous] == rows.step[indices]) & is_slice & (before <= after) & (after < ANYTIME)
+    is_known &= previous < indices
+    return np.where(is_known, before, FORWARD), np.where(is_known, after, UPDATE)
 
 
 def _removed(writer: RecordedWriter, rows: SlotRows) -> list[tuple[int, int, Cause]]:
