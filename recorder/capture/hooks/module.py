@@ -66,12 +66,12 @@ class HookedModule:
     """One module under hooks: the rules that select its values, and its calls that are under way."""
 
     __slots__ = (
-        *("_again", "_call_key", "_cut", "_disarmed", "_first", "_handles", "_has_after", "_is_callable"),
-        *("_is_leaf", "_is_time_first", "_leaves", "_number", "_open_calls", "_owner", "_resting"),
-        *("_signature", "_tapped_slice", "_usual", "_wants_local", "capture", "class_name", "given"),
-        *("has_entered", "has_graph", "has_trained", "is_expert", "is_hidden", "labels_shape", "module"),
-        *("node_path", "pre_hook", "root", "root_name", "rule_sets", "time_and_batch", "was_called"),
-    )
+        "_again", "_call_key", "_cut", "_disarmed", "_first", "_handles", "_has_after", "_is_callable", "_is_leaf",
+        "_is_time_first", "_leaves", "_number", "_open_calls", "_owner", "_resting", "_signature", "_tapped_slice",
+        "_usual", "_wants_local", "capture", "class_name", "given", "has_entered", "has_graph", "has_trained",
+        "is_expert", "is_hidden", "labels_shape", "module", "node_path", "pre_hook", "root", "root_name", "rule_sets",
+        "time_and_batch", "was_called",
+    )  # fmt: skip
 
     def __init__(self, root: CalledRoot, node: tree.Node, *, wants_hooks: bool, cut: CutCalls | None = None) -> None:
         self.capture = root.capture
