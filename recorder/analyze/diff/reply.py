@@ -484,7 +484,7 @@ def _modules_table(result: Diff, limit: int, *, has_models: bool) -> Table:
     lines = [
         [module["root"]] * has_roots
         + [module["module_path"] or "''", str(module["first_step"])]
-        + [" ".join(filter(None, (module["first_site"], module["first_name"])))]
+        + [site_in_words(module["first_site"], module["first_name"])]
         + [str(module["differing"]), str(module["compared"]), number(module["max_abs"]), number(module["of_max"])]
         + [number(module["statistic_rel"]), _cosine_cell(module["min_cosine"])]
         + [f"{module['nonfinite_a']}|{module['nonfinite_b']}"]
@@ -518,7 +518,7 @@ def _values_table(result: Diff, limit: int, *, has_models: bool) -> Table:
 
 def _head(row: dict[str, Any], *, has_models: bool) -> tuple[str, str, str, str]:
     module = model_in_words(row["root"], has_models=has_models) * has_models + (row["module_path"] or "''")
-    value = " ".join(filter(None, (row["site"], row["name"], _beside(row))))
+    value = f"{site_in_words(row['site'], row['name'])} {_beside(row)}".rstrip()
     return str(row["step"]), module, value, _rank_cell(row["rank_a"], row["rank_b"])
 
 
@@ -568,7 +568,7 @@ def _only_parts(run: str, only: Any, limit: int, *, has_models: bool) -> Iterato
     if only.num_rows:
         rows = []
         for row in only.slice(0, limit or None).to_pylist():
-            value = " ".join(filter(None, (row["site"], row["name"])))
+            value = site_in_words(row["site"], row["name"])
             its_steps = "..".join(map(str, sorted({row["first_step"], row["last_step"]})))
             model = [row["root"]] * has_models
             rows.append([*model, row["module_path"] or "''", value, str(row["rows"]), its_steps])
