@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,19 @@ def test_a_batch_that_comes_again_and_again_is_named(period: int) -> None:
     step = 19 + period
     assert subjects(found) == [("", step, (0, 1))]
     assert f"that of {counted(period, 'record')} before" in found[0].what and found[0].since == period
+
+
+@pytest.mark.parametrize("is_recorded", [True, False])
+def test_samples_that_are_normalised_one_by_one_do_not_repeat(is_recorded: bool) -> None:
+    """All batches of such samples have the same l2. Where their other statistics are recorded, they differ."""
+    recorded = Recorded()
+    for step in range(40):
+        values = noise(step, shape=(12, 32))
+        values = (values - values.mean(1, keepdims=True)) / values.std(1, keepdims=True, ddof=1)
+        is_probe = not is_recorded or step >= 10
+        numbers = {"l2": math.sqrt(12 * 31)} | ({} if is_probe else {"fingerprint.hash": float(step)})
+        recorded.add(step, "", values, site="input", name="x", is_probe=is_probe, numbers=numbers)
+    assert len([one for one in said(recorded, Data) if "repeats" in one.what]) == (not is_recorded)
 
 
 def test_a_longer_cycle_is_a_training_set() -> None:

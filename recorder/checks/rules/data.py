@@ -46,7 +46,8 @@ _SAME_LABELS, _ONE_CLASS = "the labels never change", "all labels of a batch are
 ALL_IGNORED = f"all labels are {IGNORED}, which the loss ignores"
 _RANKED = "; each stands for one of several candidates, of which the first may be right on purpose"
 _OF_SEVERAL = "; other losses of the same backward have other labels, as that of a domain beside that of a class"
-_AGAIN = "the batch repeats that of 1 record before, again and again"
+_REPEATS = "the batch repeats that of "
+_AGAIN = f"{_REPEATS}1 record before, again and again"
 _NORMALISE = "subtract the mean of the inputs, and divide by their standard deviation"
 _NORMALISE_LABELS = "subtract the mean of the labels, or begin with it as the bias of the last layer"
 _NO_PROBABILITIES = "the labels of a binary cross-entropy are from {} to {}, and it expects probabilities, 0 to 1"
@@ -109,6 +110,9 @@ class Data(CheckRule):
         self._last_order, self._last_l2, self._reordered, self._unmoved = Memory(), Memory(), Memory(), Memory()
         """By rank: hash and l2 of the last recorded batch or labels; the last step at which they came in a new order,
         and the last at which they came in the order of the record before."""
+        self._last_least, self._alike = Memory(), Memory(0.0)
+        """By rank: the least element of the last recorded batch; 1 if another batch had the same l2, as where each
+        sample is normalised by itself. The l2 of such batches does not tell one from another."""
         self._had_values = Memory()
         """By input and rank, the first step at which an element was not zero; NaN if there is none so far."""
         self._most, self._num_sizes = Memory(), Memory(0.0)
@@ -159,9 +163,11 @@ class Data(CheckRule):
         yield from are_sorted.values()
         of_lane = [(self.catalog.key_of(lane).root, rank) for lane, rank in enumerate(self.catalog.rank_of.tolist())]
         changed = {one for lane, one in enumerate(of_lane) if self._num_new.of(lane) > 1}
-        full = {of_lane[lane] for lane, one in self._held if one.what == _AGAIN} - changed
+        alike = {one for lane, one in enumerate(of_lane) if self._alike.of(lane) and not self._has_labels(lane)}
+        full = {of_lane[lane] for lane, one in self._held if one.what == _AGAIN} - changed - alike
         for lane, one in self._held:
-            is_void = one.what == _SAME_LABELS and (of_lane[lane] in full or self._numbered.of(lane) == 1)
+            is_void = one.what.startswith(_REPEATS) and of_lane[lane] in alike
+            is_void |= one.what == _SAME_LABELS and (of_lane[lane] in full or self._numbered.of(lane) == 1)
             is_void |= one.what == _SAME_LABELS and self._reordered.of(lane) > one.first_step
             is_void |= one.what.startswith(_ONE_CLASS) and lane in are_sorted
             is_void |= one.what in (_ONE_CLASS, ALL_IGNORED) and self._mixed.of(lane) > one.first_step
@@ -203,7 +209,7 @@ class Data(CheckRule):
         for lane, pieces in self._courses.items():
             steps, hashes = (np.concatenate(some) for some in zip(*pieces, strict=True))
             earlier = np.flatnonzero(hashes[:-1] == hashes[-1])
-            if not len(earlier) or len(steps) != steps[-1] - steps[0] + 1:
+            if not len(earlier) or len(steps) != steps[-1] - steps[0] + 1 or self._alike.of(lane):
                 continue
             period = len(hashes) - 1 - int(earlier[-1])
             others = np.flatnonzero(hashes[period:] != hashes[:-period])
@@ -292,7 +298,7 @@ class Data(CheckRule):
             self._courses.setdefault(lane, []).append((steps[lanes == lane], hashes[lanes == lane]))
         self._num_new.sums(lanes, (period != 1).astype(np.float64))
         for index, num, since in self._repeats.reached(lanes, steps, period > 0, self.thresholds["repeats"]):
-            what = f"the batch repeats that of {counted(int(period[index]), 'record')} before, again and again"
+            what = f"{_REPEATS}{counted(int(period[index]), 'record')} before, again and again"
             lane = int(lanes[index])
             self._held.append((lane, self._in_a_row(lane, int(steps[index]), what, num, "repeats", since)))
 
@@ -379,6 +385,11 @@ class Data(CheckRule):
         is_same = sizes == previous(rows.lanes, sizes, self._last_l2)
         for memory, flags in ((self._reordered, is_moved & is_same), (self._unmoved, ~is_moved)):
             memory[rows.lanes[flags]] = rows.steps[flags].astype(np.float64)
+        is_other = is_same & (rows["min"] != previous(rows.lanes, rows["min"], self._last_least))
+        self._alike[rows.lanes[is_other]] = 1.0
+
+    def _has_labels(self, lane: int) -> bool:
+        return holds_labels(self.catalog.key_of(lane))
 
     def _beyond_probabilities(self, rows: Rows) -> Iterator[Finding]:
         """Report labels of a binary cross-entropy that are no probabilities, so that the loss has no lower bound."""
