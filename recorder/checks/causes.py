@@ -17,6 +17,7 @@ from .rules.curves import RISEN
 from .rules.data import ALL_IGNORED, Data
 from .rules.losses import WRONG_SIGN
 from .rules.no_gradient import NO_GRADIENT
+from .rules.parameters import Unchanged
 from .rules.programs import PROGRAM_RULES, LossArgument
 from .rules.values import SKIPS
 
@@ -76,6 +77,14 @@ def _is_untrained(cause: Finding, one: Finding, first_seen: _Seen) -> bool:
 def _is_unoptimized(cause: Finding, one: Finding, first_seen: _Seen) -> bool:
     """Return whether a finding is on a model of which some parameters that matter have no optimizer."""
     return cause.severity > Severity.NOTE and _is_of_root(cause, one, first_seen)
+
+
+def _is_unlearnt(cause: Finding, one: Finding, first_seen: _Seen) -> bool:
+    """Return whether a loss does not fall as parameters of its model have no gradient, or as many of another have none.
+
+    The last bias of a critic has none, and does not matter to the loss of the generator.
+    """
+    return (cause.severity > Severity.NOTE or cause.root == one.root) and _is_later(cause, one, first_seen)
 
 
 def _are_skipped(cause: Finding, one: Finding, first_seen: _Seen) -> bool:
@@ -151,7 +160,7 @@ _LINKS: tuple[tuple[str, Callable[[Finding, Finding, _Seen], bool], tuple[str, .
     ("unchanged", _is_later, ("loss",)),
     ("dead", _is_near, ("no_gradient", "vanishing")),
     ("saturated", _is_near, ("no_gradient", "vanishing")),
-    ("no_gradient", _is_later, ("loss",)),
+    ("no_gradient", _is_unlearnt, ("loss",)),
 )  # fmt: skip
 """A cause's rule, whether a finding lies where consequences do, and their rules. Causes are searched in this order."""
 _OF_PROGRAM = {rule.name for rule in PROGRAM_RULES}
@@ -214,6 +223,12 @@ def _root_of(one: Finding, cause_of: dict[int, Finding]) -> Finding:
     while id(one) in cause_of:
         one = cause_of[id(one)]
     return one
+
+
+def kind_of(one: Finding) -> tuple[str, str, str]:
+    """Return what findings have in common that are told as one: the rule, what it says, and the site."""
+    # In findings of the rule `unchanged`, `what` is only the reason why a parameter does not change.
+    return one.rule, one.what if one.rule != Unchanged.name else "", one.site
 
 
 def words_of(cause: Finding) -> str:

@@ -10,6 +10,7 @@ import itertools
 import json
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 
 from ..capture.nonfinite import NonFiniteValue
 from ..capture.topology import JobRank
-from ..checks.causes import with_causes
+from ..checks.causes import kind_of, with_causes
 from ..checks.live import judge_program
 from ..checks.rows import Catalog
 from ..checks.rule import Finding, Severity
@@ -63,7 +64,7 @@ class LiveFindings:
         self._at_end: list[Finding] = []
         """All findings after the last step."""
         self.num_notes = 0
-        """The number of notes after the last step that follow from no other finding."""
+        """The number of kinds of notes after the last step that follow from no other finding."""
         self._told: dict[tuple[str, str], dict[str, Any]] = {}
         """The findings for the rank's status, by rule and module."""
         self._unsaid: list[Finding] = []
@@ -120,7 +121,8 @@ class LiveFindings:
         for rule, found in self._found.items():
             self._found[rule] = [one for one in found if revised(one).severity > Severity.NOTE]
         found = with_causes([*self._all, *(whole or ())], catalog)
-        self.num_notes = sum(one.severity == Severity.NOTE and not one.cause for one in found)
+        severities = {kind_of(one): one.severity for one in reversed(found) if not one.cause}  # the first one is worst
+        self.num_notes = Counter(severities.values())[Severity.NOTE]
         self._at_end = [one for one in found if one.severity > Severity.NOTE and one.rule != NonFinite.name]
         before, self._told = self._told, {}
         for one in self._at_end:

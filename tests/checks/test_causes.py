@@ -79,6 +79,16 @@ def test_the_output_of_a_layer_that_never_had_a_gradient_is_dead_for_it(severity
     assert bool(dead.cause) is (severity is Severity.WARNING)
 
 
+@pytest.mark.parametrize(
+    ("severity", "root", "follows"),
+    [(Severity.NOTE, "model", True), (Severity.NOTE, "critic", False), (Severity.WARNING, "critic", True)],
+)
+def test_a_parameter_without_a_gradient_explains_the_loss(severity: Severity, root: str, follows: bool) -> None:
+    """A note on another model does not: the last bias of a critic never has a gradient."""
+    cause = finding("no_gradient", 0, "head", site="grad", name="bias", severity=severity, root=root)
+    assert bool(causes(cause, finding("loss", 90))["loss", 90, (0,)]) is follows
+
+
 def test_the_output_of_a_layer_that_no_optimizer_has_is_dead_for_it() -> None:
     cause = finding("not_optimized", 0, "blocks.0.up", site="param", name="weight", ranks=())
     dead, other = finding("dead", 3, "blocks.0.up", since=0), finding("dead", 4, "blocks.1.up", since=0)

@@ -1722,6 +1722,17 @@ def test_an_output_in_evaluation_that_settles_is_a_note(settles: bool) -> None:
     assert one.what.endswith(", but not later") is settles
 
 
+def test_an_input_in_evaluation_of_another_size_is_named_as_an_input() -> None:
+    recorded = Recorded()
+    for step in range(20):
+        recorded.add(step, "", noise(step), site="input", name="x")
+        if step % 4 == 3:
+            recorded.add(step, "", noise(step, scale=100.0), site="input", name="x", mode="eval")
+    one = said(recorded, EvaluationOutput)[0]
+    assert one.what == "the input in evaluation has another size than in training"
+    assert one.advice.startswith("prepare the samples of the evaluation as those of the training")
+
+
 def test_a_spike_says_what_moved_before_it() -> None:
     recorded = Recorded()
     for step in range(60):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import io
 import logging
+import math
 import os
 import re
 import subprocess
@@ -16,7 +17,10 @@ from pathlib import Path
 import pytest
 
 from recorder.capture.nonfinite import NonFiniteValue
+from recorder.checks.rows import Catalog
+from recorder.checks.rule import Finding, Severity
 from recorder.lifecycle import description
+from recorder.lifecycle.findings import LiveFindings
 from recorder.system import log
 from tests.rigs import jobs
 
@@ -353,3 +357,18 @@ def test_what_a_handler_writes_to_is_looked_at_and_not_what_others_write_to(tmp_
         assert log.can_say(logger)
         logger.addHandler(logging.StreamHandler(full))
         assert not log.can_say(logger)
+
+
+def test_the_last_line_counts_notes_as_check_does() -> None:
+    """Notes that `check` tells as one are one: of several values, or of parameters that stay for several reasons."""
+    note = Finding(
+        "unchanged", Severity.NOTE, 1, "model", "0", "param", "weight", (0,), "it stays", "", math.nan, math.nan, ""
+    )
+    others = (
+        note._replace(name="bias"),
+        note._replace(module_path="2", what="its rate is 0"),
+        note._replace(rule="data"),
+    )
+    findings = LiveFindings()
+    findings.end(lambda one: one, [note, *others], Catalog())
+    assert findings.num_notes == 2

@@ -16,7 +16,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import NamedTuple
 
 from ...checks.book import ENTRY_POINTS, RULES, OwnThreshold, Thresholds, find_rule, make_rules
-from ...checks.causes import with_causes, words_of
+from ...checks.causes import kind_of, with_causes, words_of
 from ...checks.engine import Engine, Unjudged
 from ...checks.normal import Normal, Sizes
 from ...checks.rows import SeriesKey
@@ -25,7 +25,6 @@ from ...checks.rules.comparing import NEVER_HERE, RUNNING_VARIANCE, OutlierRank,
 from ...checks.rules.data import ONE_BATCH, Data
 from ...checks.rules.losses import LossStuck
 from ...checks.rules.no_gradient import NoGradient
-from ...checks.rules.parameters import Unchanged
 from ...checks.rules.programs import BatchFirst, EvaluationMode, LossArgument, NotCleared, NotOptimized
 from ...checks.rules.updates import Update
 from ...checks.rules.values import NonFinite
@@ -524,11 +523,8 @@ def told_of(
     findings: Sequence[Finding], *, has_models: bool = False
 ) -> Iterator[tuple[JoinedFindings, list[JoinedFindings]]]:
     """Yield each finding without a cause, the like findings on other values, and the findings that it causes."""
-    alike: dict[tuple[str, ...], list[JoinedFindings]] = {}
-    for one in joined((one for one in findings if not one.cause), has_models=has_models):
-        # In findings of the rule `unchanged`, `what` is only the reason why a parameter does not change.
-        what = one.worst.what if one.worst.rule != Unchanged.name else ""
-        alike.setdefault((one.worst.rule, what, one.worst.site), []).append(one)
+    causes = joined((one for one in findings if not one.cause), has_models=has_models)
+    alike = by_key((kind_of(one.worst), one) for one in causes)
     for first, *others in alike.values():
         words = first.words.union(*(one.words for one in others))
         following = (follower for follower in findings if follower.cause in words)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -16,6 +17,9 @@ from ..rule import CALIBRATED, CheckRule, Finding, PartsRule, Setting, Severity,
 _LEAST_ELEMENTS = 8
 _ENOUGH, _CERTAIN = 3, 5
 """The number of records of each mode, and the standard errors of their means, from which on inputs are compared."""
+
+
+_PREPARE = "prepare the samples of the evaluation as those of the training; augmentation may differ on purpose"
 
 
 class _Evaluation(CheckRule):
@@ -40,6 +44,7 @@ class _OutputApart(_Evaluation, StreakRule):
     """
 
     what = "the output in evaluation has another size than in training"
+    of_input = "the input in evaluation has another size than in training"
     measure, limit = "larger over smaller root mean square", "ratio"
     may_recover = True
 
@@ -82,6 +87,11 @@ class _OutputApart(_Evaluation, StreakRule):
             is_far[at] = rows.lanes[at] == first[ids]
         return is_far, times
 
+    def finding(self, lane: int, step: int, what: str, *size: Any) -> Finding:
+        """Return a finding. What is wrong with an input is wrong with the samples, and not with the modules."""
+        one = super().finding(lane, step, what, *size)
+        return one._replace(what=self.of_input, advice=_PREPARE) if one.site == "input" else one
+
     def finish(self) -> Iterable[Finding]:
         yield from super().finish()
         if not self._has_evaluation:
@@ -112,7 +122,7 @@ class _Mean:
 class _InputApart(_Evaluation):
     """A model's first argument that has another mean or scale in evaluation: it is prepared in another way."""
 
-    advice = "prepare the samples of the evaluation as those of the training; augmentation may differ on purpose"
+    advice = _PREPARE
 
     def set_up(self) -> None:
         self._seen: dict[tuple[str, str], dict[bool, _Mean]] = {}
