@@ -153,7 +153,7 @@ def test_a_kill_before_the_last_table_leaves_a_run_that_is_registered_again(
     run = open_run(make_small_run(tmp_path / "run"))
     plain = tables._run
 
-    def killed(run: Run, max_rows: int) -> Any:
+    def killed(run: Run) -> Any:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(tables, "_run", killed)
