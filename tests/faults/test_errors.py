@@ -103,7 +103,7 @@ def test_an_interrupt_inside_a_copy_passes_and_the_next_step_is_recorded(
     [
         "model_search.live_instances",
         "model_search.EarlyOptimizers.take",
-        "recorder.last_step",
+        "recorder._last_step",
         "recording.blocked_in_new_threads",
     ],
 )
