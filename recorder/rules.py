@@ -471,13 +471,7 @@ def read_boolean(name: str, raw: object) -> bool:
     raise ConfigError(f"{name} = {raw!r}: allowed is yes or no")
 
 
-def did_you_mean(word: str, choices: Sequence[str]) -> str:
-    """Return the end of a message that names the choice most similar to a word. Empty if none is similar."""
+def did_you_mean(word: str, choices: Collection[str], otherwise: str = "") -> str:
+    """Return the end of a message that names the choice most similar to a word. `otherwise` if none is similar."""
     near = difflib.get_close_matches(word, choices, n=1)
-    return f" (did you mean {near[0]!r}?)" if near else ""
-
-
-def meant(word: str, choices: Collection[str], otherwise: str = "") -> str:
-    """Return the end of a message that asks for the choice most similar to a word. `otherwise` if none is similar."""
-    near = difflib.get_close_matches(word, choices, n=1)
-    return f"; did you mean {near[0]!r}?" if near else otherwise
+    return f" (did you mean {near[0]!r}?)" if near else otherwise

@@ -460,7 +460,7 @@ class LossFinder:
                     root.inventory.note_labels_of(function if function.startswith(whole) else f"{whole} of {function}")
                 hooked.record_labels(labels, slice_, keep)
                 if self._capture.clock.step < SHIFT_STEPS and not slice_.moment.micro_step and not has_more:
-                    for name, tokens in hooked.given.tokens.items():
+                    for name, tokens in root.given.tokens.items():
                         if (shift := _shift_of(labels, tokens)) is not None:
                             self._shifts.append((root, name, self._capture.clock.step, *_on_host(shift)))
 

@@ -80,9 +80,9 @@ def _is_unoptimized(cause: Finding, one: Finding, first_seen: _Seen) -> bool:
 
 
 def _is_unlearnt(cause: Finding, one: Finding, first_seen: _Seen) -> bool:
-    """Return whether a loss does not fall as parameters of its model have no gradient, or as many of another have none.
+    """Return whether parameters of a loss's model have no gradient, or those of another model, and not as a note.
 
-    The last bias of a critic has none, and does not matter to the loss of the generator.
+    The last bias of a critic has none, which is a note, and does not matter to the loss of the generator.
     """
     return (cause.severity > Severity.NOTE or cause.root == one.root) and _is_later(cause, one, first_seen)
 

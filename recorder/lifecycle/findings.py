@@ -10,7 +10,6 @@ import itertools
 import json
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
@@ -122,7 +121,7 @@ class LiveFindings:
             self._found[rule] = [one for one in found if revised(one).severity > Severity.NOTE]
         found = with_causes([*self._all, *(whole or ())], catalog)
         severities = {kind_of(one): one.severity for one in reversed(found) if not one.cause}  # the first one is worst
-        self.num_notes = Counter(severities.values())[Severity.NOTE]
+        self.num_notes = list(severities.values()).count(Severity.NOTE)
         self._at_end = [one for one in found if one.severity > Severity.NOTE and one.rule != NonFinite.name]
         before, self._told = self._told, {}
         for one in self._at_end:

@@ -29,7 +29,7 @@ from ..records import Measured, ProbedStep, Staged
 from ..rules import RingWindow, ring_window
 from ..system import log
 from ..system.log import Events
-from ..system.text import counted, one_line, size
+from ..system.text import counted, one_line, site_in_words, size
 from ..write.ring import MAX_DUMPS, Dump
 from .commands import Commands
 from .findings import LiveFindings
@@ -176,7 +176,7 @@ class RingWatch:
         if finding.rule != "nonfinite" and finding.severity > Severity.NOTE:
             self.findings.add(finding)
             self._on_trouble(f"{finding.rule} at step {finding.step}")
-        where = " ".join(filter(None, (finding.module_path, finding.site, finding.name)))
+        where = f"{finding.module_path} {site_in_words(finding.site, finding.name)}".strip()
         kind = OWN_RULE if any(rule.name == finding.rule for rule in self._own_rules) else finding.rule
         self.ask(kind, f"{finding.rule}: {where}: {finding.what}", step=finding.step)
 

@@ -26,7 +26,7 @@ from ..format.rundir import RUN_MANIFEST
 from ..numerics.dtypes import item_bytes
 from ..numerics.keys import array_of, by_key, column_of
 from ..numerics.moments import long_form
-from ..rules import meant
+from ..rules import did_you_mean
 from ..storage.locations import Location, OpenLocation, store_of
 from ..system.text import listed
 from .metadata import NONE, POSITION_COLUMNS, MetadataRows, Positions
@@ -233,7 +233,7 @@ class RecordedRun:
         names = tuple(METADATA_COLUMNS if columns is None else columns)
         for name in names:
             if name not in SCHEMA.names:
-                near = meant(name, SCHEMA.names, f"; columns are {', '.join(SCHEMA.names)}")
+                near = did_you_mean(name, SCHEMA.names, f"; columns are {', '.join(SCHEMA.names)}")
                 raise LookupFailedError(f"no column {name!r}{near}")
         # Only columns whose name occurs in the filter are read. A filter may also refer to columns by index; then all
         # are read.
@@ -347,7 +347,7 @@ def choose_statistics(names: Sequence[str] | None) -> tuple[str, ...]:
     chosen = tuple(dict.fromkeys(_MEASURES if names is None else names))
     for name in chosen:
         if name not in _MEASURES:
-            near = meant(str(name), _MEASURES, f"; choose of {', '.join(_MEASURES)}")
+            near = did_you_mean(str(name), _MEASURES, f"; choose of {', '.join(_MEASURES)}")
             raise LookupFailedError(f"no statistic {name!r}{near}")
     if importlib.util.find_spec("pandas") is None:
         raise ImportError(not_installed("to_long", "pandas", "analysis"))

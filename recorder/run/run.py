@@ -39,7 +39,7 @@ from ..read.metadata import MetadataRows
 from ..read.run import RecordedRun
 from ..read.run import RunDump as RunDump
 from ..read.writers import RecordedWriter as RecordedWriter
-from ..rules import hint, meant
+from ..rules import did_you_mean, hint
 from ..storage.locations import Location, ObjectPath, store_of
 from ..system.text import counted, listed, printable
 from .finding import find_run
@@ -499,7 +499,7 @@ def _question(site: str, step: int | None, **which: Unpack[Which]) -> dict[str, 
     Raises TypeError for an unknown argument; the message names the most similar argument.
     """
     for word in which.keys() - _QUESTION_WORDS:
-        raise TypeError(f"unknown argument {word!r}{meant(word, _QUESTION_WORDS)}")
+        raise TypeError(f"unknown argument {word!r}{did_you_mean(word, _QUESTION_WORDS)}")
     return {"site": site, "step": step, "name": None, "rank": None, **which}
 
 

@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 
 from ..errors import LookupFailedError
 from ..globalview.planner import check_overrides
-from ..rules import Schedule, choose, hint, meant, parse_patterns
+from ..rules import Schedule, choose, did_you_mean, hint, parse_patterns
 from ..sites import CALL, FORMAT_VERSION, SITES
 from ..system.text import listed, steps_in_words
 from .run import Run
@@ -60,7 +60,7 @@ class Selection:
         is_later = any(run.version > FORMAT_VERSION for run in runs)
         for site in self._sites:
             if site not in (*SITES, *more_sites) and not is_later:
-                near = meant(site, SITES, f"; sites are {', '.join(SITES)}")
+                near = did_you_mean(site, SITES, f"; sites are {', '.join(SITES)}")
                 raise LookupFailedError(f"no site {site!r}{near}")
 
     def narrow(self, table: Any) -> Any:

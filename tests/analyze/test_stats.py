@@ -384,7 +384,7 @@ def test_notes_come_with_the_frame(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         ({"module": "upp"}, "module_path='upp'; nearest is 'up'"),
-        ({"site": "grads"}, "no site 'grads'; did you mean 'grad'"),
+        ({"site": "grads"}, r"no site 'grads' \(did you mean 'grad'"),
         ({"step": "x"}, "--step x"),
         ({"step": 9}, r"step=9; there are steps 0 to 2"),
         ({"module": "down", "site": "param"}, "each of these occurs, but never together"),

@@ -721,9 +721,9 @@ def test_a_run_of_one_rank_is_its_own_view(tmp_path: Path, caplog: pytest.LogCap
 
 def test_a_word_that_no_question_knows_is_refused(tmp_path: Path) -> None:
     run = run_of(tmp_path / "run", [[row(0, values(2), site="param")]])
-    with pytest.raises(TypeError, match="'rnk'; did you mean 'rank'"):
+    with pytest.raises(TypeError, match=r"'rnk' \(did you mean 'rank'"):
         run.array("layers.0", site="param", rnk=0)  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match="'modee'; did you mean 'mode'"):
+    with pytest.raises(TypeError, match=r"'modee' \(did you mean 'mode'"):
         run["layers.0"].tensor(site="param", modee="train")  # type: ignore[call-arg]
 
 

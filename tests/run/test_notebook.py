@@ -199,5 +199,5 @@ class TestLongFrames:
         assert set(run.to_long(["l2"], pc.field("step") > 0).step) == {1, 2}
 
     def test_an_unknown_statistic_names_the_nearest(self, run: Run) -> None:
-        with pytest.raises(LookupFailedError, match=r"no statistic 'absmx'; did you mean 'absmax'\?"):
+        with pytest.raises(LookupFailedError, match=r"no statistic 'absmx' \(did you mean 'absmax'\?\)"):
             run.to_long(["absmx"])

@@ -24,6 +24,7 @@ from ...records import Chunk, SeenValue, Staged, StepPosition, ValuePlace
 from ...system.log import Events
 from ..aliases import WRAPPED, Aliases, made_of, wrapped
 from ..token_blocks import TokenBlocks
+from .given import GivenArguments
 
 
 class RootCalls(threading.local):
@@ -83,6 +84,7 @@ class CalledRoot(Protocol):
 
     capture: CaptureForHooks
     clock: RootClock
+    given: GivenArguments
     name: str
     marked_ranks: tuple[int, ...]
     is_over_meshes: bool

@@ -276,9 +276,11 @@ class Inventory:
                 self._add(i, {"graphless": is_graphless})
             if hooked.time_and_batch is not None and "batch_as_time" not in described:
                 self._look_at_batch(i, hooked.time_and_batch, step)
-            given = hooked.given.since if hooked.given.times >= _OFTEN_GIVEN else None
-            if given != described.get("given_again"):
-                self._add(i, {"given_again": given})
+        if self._hooked:
+            given = self._hooked[0].root.given
+            since = given.since if given.times >= _OFTEN_GIVEN else None
+            if since != self._modules[0].get("given_again"):
+                self._add(0, {"given_again": since})
         if not is_trained or trains_any:
             self._evaluated_since = None
         elif self._evaluated_since is None:  # a validation between a backward and its update, perhaps

@@ -31,7 +31,6 @@ from ..marks import CutCalls, chunk_of_parameter, chunks_of_given, is_marked, sp
 from ..topology import is_distributed
 from .callbacks import NO_ROOM, CalledRoot, GradientArrives, NumberedHook, watch_argument_gradient, watch_gradient
 from .calls import record_call
-from .given import GivenArguments
 
 _Call = tuple[Slice, str, int, "tuple[int, int] | None"]
 """A call of a module: `Slice` (the model's forward and backward), phase, call index, `Slice.new_graph`'s result."""
@@ -68,7 +67,7 @@ class HookedModule:
     __slots__ = (
         "_again", "_call_key", "_cut", "_disarmed", "_first", "_handles", "_has_after", "_is_callable", "_is_leaf",
         "_is_time_first", "_leaves", "_number", "_open_calls", "_owner", "_resting", "_signature", "_tapped_slice",
-        "_usual", "_wants_local", "capture", "class_name", "given", "has_entered", "has_graph", "has_trained",
+        "_usual", "_wants_local", "capture", "class_name", "has_entered", "has_graph", "has_trained",
         "is_expert", "is_hidden", "labels_shape", "module", "node_path", "pre_hook", "root", "root_name", "rule_sets",
         "time_and_batch", "was_called",
     )  # fmt: skip
@@ -102,8 +101,6 @@ class HookedModule:
         """Whether the module's hooks have run; in a call that makes a graph, or whose recompute would; and in a call of
         the model in training that makes no graph."""
         self._signature: tree.Signature | None = None
-        self.given = GivenArguments()
-        """What the root was given in its calls in training. Nothing is noted of other modules."""
         self._handles: list[Any] = []
         self._resting: list[tuple[Any, tree.Hook]] = []
         """The hooks that were taken off because they have nothing to record now, each with its handle."""
@@ -251,7 +248,7 @@ class HookedModule:
             capture.token_blocks().call_begins(self._leaf("input", "")[0], slice_.moment, leaves)
         if not self.node_path and slice_.moment.mode == "train" and phase == "forward":
             leaves = list(leaves)
-            self.given.note(leaves, slice_.moment.step)
+            self.root.given.note(leaves, slice_.moment.step)
         for name, tensor in leaves:
             self._see("input", name, tensor, entered, value_mask, gradient_mask)
 
@@ -267,7 +264,11 @@ class HookedModule:
         if not keep:
             return
         names = (name for site, name in self._leaves if site == "input" and name != LABELS)
-        if self.given.first() is labels or any(map(is_labels, names)) or slice_.moment.step != self.capture.clock.step:
+        if (
+            self.root.given.first() is labels
+            or any(map(is_labels, names))
+            or slice_.moment.step != self.capture.clock.step
+        ):
             return
         origin = self._leaf("input", LABELS)[0]
         if slice_.enter("forward", origin) == 0:

@@ -40,7 +40,7 @@ from ..marks import CutCalls, cut_calls, cut_inside, marked_model_parallel, mark
 from ..topology import is_distributed
 from . import callbacks
 from .callbacks import CaptureForHooks, GradientSeen
-from .given import SHIFT_STEPS
+from .given import SHIFT_STEPS, GivenArguments
 from .inventory import Inventory, ids_of
 from .jitter import JitterInputs, add_jitter
 from .module import HookedModule, StateTime
@@ -94,6 +94,7 @@ class Root:
         inner_clock = inner_roots[0].clock if inner_roots else None
         self.clock: RootClock = clock or inner_clock or RootClock(capture.clock)
         self._inner_roots = inner_roots
+        self.given = GivenArguments()
         for inner in inner_roots:
             inner.clock = self.clock
         self._is_elsewhere = is_elsewhere
@@ -490,8 +491,8 @@ class Root:
                 if type(tensor) is torch.Tensor and tensor.grad_fn is not None:
                     if not tensor.dim():
                         self.capture.returned(self.name, name, tensor.grad_fn)
-                    if current.moment.step < SHIFT_STEPS and (hooked := self.module_at("")) is not None:
-                        hooked.given.forget_labels(tensor)
+                    if current.moment.step < SHIFT_STEPS:
+                        self.given.forget_labels(tensor)
                 if not current.has_gradient and requires_gradient(tensor):
                     with torch._C.DisableTorchFunctionSubclass():
                         handle = tensor.register_hook(GradientSeen(self.clock, current))

@@ -163,7 +163,11 @@ class Data(CheckRule):
         yield from are_sorted.values()
         of_lane = [(self.catalog.key_of(lane).root, rank) for lane, rank in enumerate(self.catalog.rank_of.tolist())]
         changed = {one for lane, one in enumerate(of_lane) if self._num_new.of(lane) > 1}
-        alike = {one for lane, one in enumerate(of_lane) if self._alike.of(lane) and not self._has_labels(lane)}
+        alike = {
+            one
+            for lane, one in enumerate(of_lane)
+            if self._alike.of(lane) and not holds_labels(self.catalog.key_of(lane))
+        }
         full = {of_lane[lane] for lane, one in self._held if one.what == _AGAIN} - changed - alike
         for lane, one in self._held:
             is_void = one.what.startswith(_REPEATS) and of_lane[lane] in alike
@@ -387,9 +391,6 @@ class Data(CheckRule):
             memory[rows.lanes[flags]] = rows.steps[flags].astype(np.float64)
         is_other = is_same & (rows["min"] != previous(rows.lanes, rows["min"], self._last_least))
         self._alike[rows.lanes[is_other]] = 1.0
-
-    def _has_labels(self, lane: int) -> bool:
-        return holds_labels(self.catalog.key_of(lane))
 
     def _beyond_probabilities(self, rows: Rows) -> Iterator[Finding]:
         """Report labels of a binary cross-entropy that are no probabilities, so that the loss has no lower bound."""

@@ -8,7 +8,7 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -43,9 +43,6 @@ _FRESH = 2
 """An Adam whose first update is at this step or before it has begun with the run. Its first update has full size."""
 _FALLEN, _RISEN, _AT_ONCE = 0.01, 0.1, 0.95
 """A learning rate at these parts of its top has fallen to almost nothing, has risen again, or is at its top."""
-_CLIMBS = (
-    "call the schedule's step() after each update if its warm-up counts updates; nothing is wrong if it counts epochs"
-)
 _STAIRS, _STAIR = 3, 5
 """A learning rate climbs stairs if it has risen so many times or more, each time after equally many steps: a _STAIR."""
 
@@ -230,21 +227,64 @@ class _Wave:
         self.at = None
 
 
+class _Course(_Update):
+    """What the course of a learning rate tells, on the lowest rank that has the rate."""
+
+    kind: ClassVar[type[_Wave | _Stairs]]
+
+    def set_up(self) -> None:
+        self._courses: dict[int, Any] = {}
+        """By learning rate on the lowest rank that has it, an object of `kind`."""
+        self._first: dict[int, int] = {}
+        """By series of a learning rate, its index on the lowest rank."""
+
+    def wants(self, key: SeriesKey) -> bool:
+        return key.is_rate
+
+    def add(self, rows: Rows) -> Iterator[Finding]:
+        for lane in np.unique(rows.lanes).tolist():
+            if self._first.setdefault(int(self.catalog.series_of[lane]), lane) == lane:
+                own, course = rows.take(rows.lanes == lane), self._courses.setdefault(lane, self.kind())
+                for step, rate in zip(own.steps.tolist(), own["mean"].tolist(), strict=True):
+                    course.add(step, rate)
+        return iter(())
+
+
+class _Waving(_Course):
+    """A learning rate that falls to almost nothing and then rises again little by little, as a cosine does."""
+
+    kind = _Wave
+    advice = (
+        "a CosineAnnealingLR does so if its T_max is less than the number of calls of its step(), such as a number of "
+        "epochs where step() is called for each batch; nothing is wrong if it is meant to rise again"
+    )
+
+    def finish(self) -> Iterator[Finding]:
+        for lane, wave in self._courses.items():
+            wave.end_rise()
+            if wave.num:
+                what = "the learning rate falls to almost nothing and rises again little by little"
+                what += f", {wave.num} times" * (wave.num > 1)
+                yield self.finding(lane, wave.first, what, "", 0.0, 0.0, Severity.NOTE)
+
+
 @dataclass(eq=False, slots=True)
 class _Stairs:
     """A learning rate that may have risen step by step, as that of a warm-up, from one epoch to the next."""
 
-    began: float
-    rate: float
-    since: int
-    """The first step with this rate."""
+    began: float = 0.0
+    rate: float = 0.0
+    since: int = -1
+    """The first step with this rate; -1 if there is none."""
     last: int = 0
     gap: int = 0
     """The number of steps between any two rises; 0 before the first one, and -1 after another change of the rate."""
     num: int = 0
 
     def add(self, step: int, rate: float) -> None:
-        if rate != self.rate:
+        if self.since < 0:
+            self.began, self.rate, self.since = rate, rate, step
+        elif rate != self.rate:
             gap = step - self.since
             self.gap = gap if rate > self.rate and self.gap in (0, gap) else -1
             self.rate, self.since, self.num = rate, step, self.num + 1
@@ -256,49 +296,21 @@ class _Stairs:
         return self.num >= _STAIRS and self.gap >= _STAIR and self.last - self.since <= self.gap
 
 
-class _Waving(_Update):
-    """A learning rate that falls to almost nothing and then rises again little by little, as a cosine does.
+class _Climbing(_Course):
+    """A learning rate that still rises at the end, once in an epoch, as that of a warm-up made for updates."""
 
-    Or one that still rises at the end, once in an epoch, as that of a warm-up whose length is a number of updates.
-    """
-
+    kind = _Stairs
     advice = (
-        "a CosineAnnealingLR does so if its T_max is less than the number of calls of its step(), such as a number of "
-        "epochs where step() is called for each batch; nothing is wrong if it is meant to rise again"
+        "call the schedule's step() after each update if its warm-up counts updates; nothing is wrong if it counts "
+        "epochs"
     )
 
-    def set_up(self) -> None:
-        self._waves: dict[int, tuple[_Wave, _Stairs]] = {}
-        """By learning rate on the lowest rank that has it."""
-        self._first: dict[int, int] = {}
-        """By series of a learning rate, its index on the lowest rank."""
-
-    def wants(self, key: SeriesKey) -> bool:
-        return key.is_rate
-
-    def add(self, rows: Rows) -> Iterator[Finding]:
-        for lane in np.unique(rows.lanes).tolist():
-            if self._first.setdefault(int(self.catalog.series_of[lane]), lane) == lane:
-                own = rows.take(rows.lanes == lane)
-                steps, rates = own.steps.tolist(), own["mean"].tolist()
-                wave, stairs = self._waves.setdefault(lane, (_Wave(), _Stairs(rates[0], rates[0], steps[0])))
-                for step, rate in zip(steps, rates, strict=True):
-                    wave.add(step, rate)
-                    stairs.add(step, rate)
-        return iter(())
-
     def finish(self) -> Iterator[Finding]:
-        for lane, (wave, stairs) in self._waves.items():
+        for lane, stairs in self._courses.items():
             if stairs.is_climbed:
-                what = f"the learning rate still rises at the end, from {number(stairs.began)} to {number(stairs.rate)}"
-                what += f", once in {stairs.gap} steps"
-                one = self.finding(lane, stairs.since, what, "", 0.0, 0.0, Severity.NOTE)
-                yield one._replace(advice=_CLIMBS)
-            wave.end_rise()
-            if wave.num:
-                what = "the learning rate falls to almost nothing and rises again little by little"
-                what += f", {wave.num} times" * (wave.num > 1)
-                yield self.finding(lane, wave.first, what, "", 0.0, 0.0, Severity.NOTE)
+                rates = f"from {number(stairs.began)} to {number(stairs.rate)}"
+                what = f"the learning rate still rises at the end, {rates}, once in {stairs.gap} steps"
+                yield self.finding(lane, stairs.since, what, "", 0.0, 0.0, Severity.NOTE)
 
 
 class _Restless(_Update):
@@ -424,7 +436,7 @@ _OF_ADAM = re.compile(r"lr\.N?Adam(W)?\b").match
 
 
 class Update(_Update, PartsRule):
-    parts = (_Large, _Shrinking, _Uphill, _Waving, _Restless, _Starved)
+    parts = (_Large, _Shrinking, _Uphill, _Waving, _Climbing, _Restless, _Starved)
     sites = (*_Update.sites, "grad")
     more_columns = ("absmax", "min", "max", "mean", "zero_count")
 

@@ -556,7 +556,7 @@ def test_nothing_selected_says_what_there_is(tmp_path: Path) -> None:
     a, b = training(tmp_path / "a"), training(tmp_path / "b")
     with pytest.raises(LookupFailedError, match="has no row with module_path='ap'; nearest is 'up'"):
         diff(a, b, "ap")
-    with pytest.raises(LookupFailedError, match="no site 'outptu'; did you mean 'output'"):
+    with pytest.raises(LookupFailedError, match=r"no site 'outptu' \(did you mean 'output'"):
         diff(a, b, site="outptu")
     empty = make_run(tmp_path / "empty")
     with pytest.raises(LookupFailedError, match="has no rows"):
