@@ -16,7 +16,7 @@ from recorder.checks.rule import CheckRule, Finding, Severity
 from recorder.checks.rules import gradients as gradient_rules
 from recorder.checks.rules.activations import Attention, Dead, Saturated
 from recorder.checks.rules.comparing import OutlierRank, RunningStatistics
-from recorder.checks.rules.curves import Jump, Spike
+from recorder.checks.rules.curves import CurveRule, Jump, Spike
 from recorder.checks.rules.data import Data
 from recorder.checks.rules.evaluation import EvaluationOutput
 from recorder.checks.rules.gradients import Exploding, Flip, Objectives, Vanishing
@@ -542,6 +542,31 @@ def losses(value: Any, steps: int = 40) -> Recorded:
         recorded.add(step, "", value(step), site="scalar", name="train/loss")
         recorded.add(step, "", 1.0, site="scalar", name="lr")
     return recorded
+
+
+@pytest.mark.parametrize("rule", [LossStuck, Spike], ids=lambda rule: rule.name)
+@pytest.mark.parametrize(
+    "curve",
+    [
+        lambda step: 3 * 0.98**step + 0.1,
+        lambda step: 2.0 + (step >= 70) * 20,
+        lambda step: 2.0,
+        lambda step: 2.0 if step < 50 else 1.0,
+        lambda step: 1.0 + 0.1 * max(step - 40, 0),
+        lambda step: -(1.2**step),
+        lambda step: np.inf if step % 30 == 9 else 1.0,
+    ],
+    ids=["falls", "leaps", "stands", "falls late", "rises", "falls below zero", "is infinite"],
+)
+def test_samples_of_many_steps_at_once_are_judged_as_step_by_step(
+    rule: type[CurveRule], curve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def made() -> Recorded:
+        return losses(lambda step: curve(step) * (1 + 1e-4 * noise(step, shape=())), 300)
+
+    at_once = [made().judge(rule, rows).findings for rows in BATCHES]
+    monkeypatch.setattr(rule, "has_passed", lambda *_: False)
+    assert at_once == [made().judge(rule).findings] * len(BATCHES)
 
 
 def with_updates(recorded: Recorded, size: float, steps: int) -> Recorded:

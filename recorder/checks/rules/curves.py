@@ -140,9 +140,10 @@ class CurveRule(CheckRule):
         new = np.isnan(self._first[its_curves])
         self._first[its_curves[new]] = steps[firsts[new]].astype(np.float64)
         self._last[curves] = steps.astype(np.float64)
-        if len(its_curves) <= _FEW_CURVES and self.has_passed(its_curves.tolist(), curves, values):
+        if len(its_curves) <= _FEW_CURVES and self.has_passed(its_curves.tolist(), curves, steps, values):
             self.num[its_curves] = self.num[its_curves] + nums
             self.most = max(self.most, int(self.num[its_curves].max()))
+            self.step = int(steps[-1])
             return
         for at in np.split(np.arange(len(steps)), np.flatnonzero(np.diff(steps)) + 1):
             self.step = int(steps[at[0]])
@@ -157,7 +158,7 @@ class CurveRule(CheckRule):
             self.num[curves[at]] = num
             self.most = max(self.most, int(num.max()))
 
-    def has_passed(self, its_curves: list[int], curves: Integers, values: Floats) -> bool:
+    def has_passed(self, its_curves: list[int], curves: Integers, steps: Integers, values: Floats) -> bool:
         """Judge samples of several steps at once, of few curves, in the order of the steps.
 
         Return True if none can be reported, and the rule has taken the samples. Otherwise the rule is unchanged, and
@@ -429,7 +430,7 @@ class Spike(CurveRule):
     def revised(self, one: Finding) -> Finding:
         return self._other_data.as_note(super().revised(one))
 
-    def has_passed(self, its_curves: list[int], curves: Integers, values: Floats) -> bool:
+    def has_passed(self, its_curves: list[int], curves: Integers, steps: Integers, values: Floats) -> bool:
         if self._spiking:
             return False
         self._rings.grow(curves)
@@ -543,7 +544,7 @@ class Jump(CurveRule):
         for one in super().add(rows.take(is_gradient)) if is_gradient.any() else ():
             yield self._targets.as_note(one)
 
-    def has_passed(self, its_curves: list[int], curves: Integers, values: Floats) -> bool:
+    def has_passed(self, its_curves: list[int], curves: Integers, steps: Integers, values: Floats) -> bool:
         passed = []
         for curve in its_curves:
             num, largest, recent = self.num.of(curve), self._largest.of(curve), self._recent.of(curve)

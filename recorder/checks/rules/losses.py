@@ -6,6 +6,7 @@ import math
 import re
 from collections import defaultdict, deque
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 
@@ -13,7 +14,7 @@ from ...sites import EVALUATION_LOSS, UPDATE, is_validation_loss
 from ...system.text import number
 from ..given import GUESSED, OtherData, Targets, holds_labels, is_of_batch
 from ..normal import Moves
-from ..rows import Floats, Integers, Memory, Rows, SeriesKey
+from ..rows import Flags, Floats, Integers, Memory, Rows, SeriesKey
 from ..rule import CALIBRATED, Finding, Setting, Severity
 from .curves import CurveRule, JudgedSample, Rings
 from .programs import NEGATED
@@ -27,6 +28,7 @@ _SAME_IN_BOTH = (
 _GAP = "validation over training, less 1"
 _MAX_SEEN = 4_096
 _STAYS = ", and stays up"
+_STANDS = " stands still where it began"
 WRONG_SIGN = "without bound"
 _BOTTOMLESS = f" falls below zero {WRONG_SIGN}"
 _NEGATED = f" falls {WRONG_SIGN}: it is the negative of a loss that is never negative"
@@ -36,6 +38,17 @@ _CLASSES = re.compile(r"NllLoss of (\d+) classes")
 """What the manifest says of a loss that is the mean cross-entropy of classes."""
 _CERTAIN = 5
 """The number of standard deviations that a fall must have to be no noise."""
+
+
+class _Seen(NamedTuple):
+    """What the last samples of curves show."""
+
+    middle: Floats
+    """The median of the last samples."""
+    is_down: Flags
+    """Whether the loss has fallen since its beginning."""
+    found: tuple[tuple[Flags, Floats, Floats, str, str], ...]
+    """By condition: where it holds, the measured numbers, their thresholds, and the words for both."""
 
 
 class LossStuck(CurveRule):
@@ -107,24 +120,82 @@ class LossStuck(CurveRule):
         what = f"{one.what.removesuffix(_STAYS)}, and comes back later"
         return revised._replace(severity=Severity.NOTE, what=what)
 
+    def has_passed(self, its_curves: list[int], curves: Integers, steps: Integers, values: Floats) -> bool:
+        if self._still or self.replaced:
+            return False
+        self._grow(curves)
+        size, passed = self._window, []
+        for curve in its_curves:
+            new, its_steps, num = values[curves == curve], steps[curves == curve], int(self.num.of(curve))
+            order = np.arange(num, num + size) % size  # the oldest sample first
+            kept = np.concatenate([self._earlier.values[curve, order], self._rings.values[curve, order], new])
+            rings = np.lib.stride_tricks.sliding_window_view(kept[size + 1 :], size)
+            earlier = np.lib.stride_tricks.sliding_window_view(kept[1:-size], size)
+            nums = np.arange(num, num + len(new))
+            began, noise = self._began.of(curve), self._noise.of(curve)
+            if num < size <= num + len(new):
+                began, noise = float(rings[size - num - 1].mean()), float(rings[size - num - 1].std())
+            begun = np.full(len(new), began), np.full(len(new), noise)
+            seen = self._seen(np.full(len(new), curve), nums + 1, rings, earlier, begun)
+            if any(flags.any() for flags, *_ in seen.found):
+                return False
+            passed.append((np.array([curve]), nums, new, its_steps, kept, seen.middle[-1:], (began, noise)))
+        for at, nums, new, its_steps, kept, middle, (began, noise) in passed:
+            last = slice(-min(size, len(new)), None)
+            for sample, one in zip(nums[:, np.newaxis], new[:, np.newaxis], strict=True):
+                self._put_blocks(at, sample, one)
+            self._earlier.put(at, nums[last], kept[size : -size][last])
+            self._rings.put(at, nums[last], new[last])
+            self._steps.put(at, nums[last], its_steps[last].astype(np.float64))
+            self._middle[at], self._began[at], self._noise[at] = middle, began, noise
+        return True
+
     def judge(self, curves: Integers, values: Floats) -> Iterator[JudgedSample]:
-        for rings in (self._rings, self._earlier, self._steps, self._blocks):
-            rings.grow(curves)
+        self._grow(curves)
         num = self.num[curves].astype(np.int64)
         self._put_blocks(curves, num, values)
         self._earlier.put(curves, num, self._rings.put(curves, num, values))
         self._steps.put(curves, num, np.full(len(curves), float(self.step)))
         num, ring = num + 1, self._rings.values[curves]
-        now, (low, middle, high) = ring.mean(axis=1), _quantiles(ring)
-        self._middle[curves] = middle
         is_begun = num == self._window
         if is_begun.any():
-            self._began[curves[is_begun]], self._noise[curves[is_begun]] = now[is_begun], ring[is_begun].std(axis=1)
-        began = self._began[curves]
+            began = ring[is_begun]
+            self._began[curves[is_begun]], self._noise[curves[is_begun]] = began.mean(axis=1), began.std(axis=1)
+        seen = self._seen(
+            curves, num, ring, self._earlier.values[curves], (self._began[curves], self._noise[curves])
+        )
+        self._middle[curves] = seen.middle
+        for reported, (flags, numbers, thresholds, what, measure) in zip(self._is_reported, seen.found, strict=True):
+            for index in np.flatnonzero(flags & (reported[curves] == 0)).tolist():
+                curve, value, threshold = int(curves[index]), float(numbers[index]), float(thresholds[index])
+                said, since = self.words(curve) + what, None
+                if what.endswith(_STAYS):
+                    since = int(self._steps.values[curve].min())
+                if what == _STANDS:
+                    self._still[curve] = self.finding(self.lanes[curve], self.step, said, measure, value, threshold)
+                else:
+                    yield JudgedSample(index, said, measure, value, threshold, since=since)
+            reported[curves[flags]] = 1.0
+        for curve in (*curves[seen.is_down].tolist(), *self.replaced):
+            self._still.pop(curve, None)
+
+    def _grow(self, curves: Integers) -> None:
+        for rings in (self._rings, self._earlier, self._steps, self._blocks):
+            rings.grow(curves)
+
+    def _seen(
+        self, curves: Integers, num: Integers, ring: Floats, earlier: Floats, begun: tuple[Floats, Floats]
+    ) -> _Seen:
+        """Look at the last samples of curves. `num` counts each curve's samples.
+
+        `ring` and `earlier` are of shape (curves, samples). `begun` are the means and the noise of the first records.
+        """
+        now, (low, middle, high) = ring.mean(axis=1), _quantiles(ring)
+        began, noise = begun
         with np.errstate(all="ignore"):
             spread = np.nan_to_num((high - low) / np.abs(now), posinf=0.0)
         is_late = num >= 2 * self._window
-        limit = np.maximum(began * self.thresholds["rise"], began + 3 * self._noise[curves])  # some lie around zero
+        limit = np.maximum(began * self.thresholds["rise"], began + 3 * noise)  # some lie around zero
         is_risen = is_late & (middle > limit) & (began > 0)  # one bad batch moves the mean, but not the median
         is_down = now < began - np.abs(began) * self.thresholds["drop"]
         is_stuck = is_late & ~is_down & (spread < self.thresholds["spread"])
@@ -132,30 +203,21 @@ class LossStuck(CurveRule):
         negated = self.catalog.mark("negated", self._is_negated)[self.catalog.series_of[np.array(self.lanes)[curves]]]
         below = np.abs(began) * np.where(negated, self.thresholds["negated"], self.thresholds["bottomless"])
         is_below = is_late & (-middle > below) & (negated | (-middle > self.thresholds["bottomless"]))
-        least, usual, most = _quantiles(self._earlier.values[curves])
+        least, usual, most = _quantiles(earlier)
         beyond = np.maximum(2 * usual, usual + self.thresholds["ranges"] * (most - least))
         top = np.minimum(self.thresholds["leap"] * usual, beyond)
         is_leapt = is_late & ~is_risen & (low > top) & (top > 0) & (low > self.thresholds["share"] * np.abs(began))
-        found = (
-            (is_risen, middle, limit, " has risen far above where it began", "median of the last"),
-            (is_stuck, spread, limits, " stands still where it began", "spread over the last records"),
-            (is_below & negated, -middle, below, _NEGATED, "median of the last times -1"),
-            (is_below & ~negated, -middle, below, _BOTTOMLESS, "median of the last times -1"),
-            (is_leapt, low, top, " has leapt above the records before" + _STAYS, "smallest of the last"),
+        return _Seen(
+            middle,
+            is_down,
+            (
+                (is_risen, middle, limit, " has risen far above where it began", "median of the last"),
+                (is_stuck, spread, limits, _STANDS, "spread over the last records"),
+                (is_below & negated, -middle, below, _NEGATED, "median of the last times -1"),
+                (is_below & ~negated, -middle, below, _BOTTOMLESS, "median of the last times -1"),
+                (is_leapt, low, top, " has leapt above the records before" + _STAYS, "smallest of the last"),
+            ),
         )
-        for reported, (flags, numbers, thresholds, what, measure) in zip(self._is_reported, found, strict=True):
-            for index in np.flatnonzero(flags & (reported[curves] == 0)).tolist():
-                curve, value, threshold = int(curves[index]), float(numbers[index]), float(thresholds[index])
-                said, since = self.words(curve) + what, None
-                if flags is is_leapt:
-                    since = int(self._steps.values[curve].min())
-                if flags is is_stuck:
-                    self._still[curve] = self.finding(self.lanes[curve], self.step, said, measure, value, threshold)
-                else:
-                    yield JudgedSample(index, said, measure, value, threshold, since=since)
-            reported[curves[flags]] = 1.0
-        for curve in (*curves[is_down].tolist(), *self.replaced):
-            self._still.pop(curve, None)
 
     def _is_negated(self, key: SeriesKey) -> bool:
         root = self.catalog.modules.get((key.root, ""))
