@@ -32,6 +32,8 @@ _TINY = 1e-3
 """A value below this share of the largest so far is no spike."""
 _MAX_DETAILS = 20
 _FEW_CURVES = 8
+_STEPS_AT_ONCE = 256
+"""How many steps are judged at once. Where one of them may show something, each of them is judged by itself."""
 _MAY_MOVE = ("input", "output", "grad_output", "param", "grad")
 _MOVED = math.log(2)
 RISEN = "the learning rate"
@@ -136,10 +138,18 @@ class CurveRule(CheckRule):
             return
         order = np.argsort(steps, kind="stable")
         curves, steps, values = curves[order], steps[order], values[order]
-        its_curves, firsts, nums = np.unique(curves, return_index=True, return_counts=True)
+        its_curves, firsts = np.unique(curves, return_index=True)
         new = np.isnan(self._first[its_curves])
         self._first[its_curves[new]] = steps[firsts[new]].astype(np.float64)
         self._last[curves] = steps.astype(np.float64)
+        begins = np.flatnonzero(np.diff(steps, prepend=steps[0] - 1))
+        for at in np.split(np.arange(len(steps)), begins[_STEPS_AT_ONCE::_STEPS_AT_ONCE]):
+            yield from self._judge_steps(rows, curves[at], steps[at], values[at], shares)
+
+    def _judge_steps(
+        self, rows: Rows, curves: Integers, steps: Integers, values: Floats, shares: Floats
+    ) -> Iterator[Finding]:
+        its_curves, nums = np.unique(curves, return_counts=True)
         if len(its_curves) <= _FEW_CURVES and self.has_passed(its_curves.tolist(), curves, steps, values):
             self.num[its_curves] = self.num[its_curves] + nums
             self.most = max(self.most, int(self.num[its_curves].max()))
