@@ -544,7 +544,7 @@ def losses(value: Any, steps: int = 40) -> Recorded:
     return recorded
 
 
-@pytest.mark.parametrize("rule", [LossStuck, Spike], ids=lambda rule: rule.name)
+@pytest.mark.parametrize("rule", [LossStuck, Spike, Jump, Overfitting], ids=lambda rule: rule.name)
 @pytest.mark.parametrize(
     "curve",
     [
@@ -555,14 +555,32 @@ def losses(value: Any, steps: int = 40) -> Recorded:
         lambda step: 1.0 + 0.1 * max(step - 40, 0),
         lambda step: -(1.2**step),
         lambda step: np.inf if step % 30 == 9 else 1.0,
+        lambda step: math.exp(noise(step, 1, shape=(), scale=2.0)),
+        lambda step: 2.0 if step in (90, 150, 151) else 1.0,
     ],
-    ids=["falls", "leaps", "stands", "falls late", "rises", "falls below zero", "is infinite"],
+    ids=[
+        "falls",
+        "leaps",
+        "stands",
+        "falls late",
+        "rises",
+        "falls below zero",
+        "is infinite",
+        "varies by factors",
+        "spikes",
+    ],
 )
 def test_samples_of_many_steps_at_once_are_judged_as_step_by_step(
     rule: type[CurveRule], curve: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def made() -> Recorded:
-        return losses(lambda step: curve(step) * (1 + 1e-4 * noise(step, shape=())), 300)
+        values = [float(curve(step) * (1 + 1e-4 * noise(step, shape=()))) for step in range(300)]
+        recorded = losses(values.__getitem__, 300)
+        for step, value in enumerate(values):
+            recorded.add(step, "head", [value], site="grad", name="weight")
+            if step % 25 == 0:
+                recorded.add(step, "", 2 + step / 100, site="scalar", name="validation/loss")
+        return recorded
 
     at_once = [made().judge(rule, rows).findings for rows in BATCHES]
     monkeypatch.setattr(rule, "has_passed", lambda *_: False)

@@ -32,7 +32,7 @@ _TINY = 1e-3
 """A value below this share of the largest so far is no spike."""
 _MAX_DETAILS = 20
 _FEW_CURVES = 8
-_STEPS_AT_ONCE = 256
+_STEPS_AT_ONCE = 64
 """How many steps are judged at once. Where one of them may show something, each of them is judged by itself."""
 _MAY_MOVE = ("input", "output", "grad_output", "param", "grad")
 _MOVED = math.log(2)
@@ -450,9 +450,11 @@ class Spike(CurveRule):
             ratio = self.thresholds["loss_ratio" if self.is_loss.of(curve) == 1 else "ratio"]
             ring = self._rings.values[curve].tolist()
             for value in values[curves == curve].tolist():
-                limit = abs(total / min(max(num, 1), self._window)) * ratio
-                if num >= self.thresholds["least"] and value > limit and value > _TINY * peak:
-                    return False
+                mean = total / min(max(num, 1), self._window)
+                if num >= self.thresholds["least"] and value > abs(mean) * ratio and value > _TINY * peak:
+                    limit, _ = self._limits(curve, np.array(ring), mean, peak)
+                    if value > min(limit, self._mild.get(curve, (0, math.inf))[1]):
+                        return False
                 peak = max(peak, value) if math.isfinite(value) else peak
                 slot = num % self._window
                 total = total + value - (0.0 if math.isnan(ring[slot]) else ring[slot])
@@ -476,12 +478,7 @@ class Spike(CurveRule):
         self._peak[curves] = np.maximum(peaks, np.where(np.isfinite(values), values, 0.0))
         for index in np.flatnonzero(may_spike).tolist():
             curve, value, ring = int(curves[index]), float(values[index]), self._rings.values[curves[index]]
-            # A loss that has been zero for so long, as of a margin that is kept, has no range but that before.
-            largest = float(np.nanmax(np.abs(ring))) or float(peaks[index])
-            limit = float(mean[index]) + self.thresholds["sigmas"] * float(np.nanstd(ring))
-            limit = max(limit, largest * float(ratio[index]))
-            if self.is_loss.of(curve) == 1:
-                limit = max(limit, min(_limit_of_factors(ring), largest * self.thresholds["ratio"]))
+            limit, largest = self._limits(curve, ring, float(mean[index]), float(peaks[index]))
             next_sample, limit_before = self._mild.get(curve, (-1, np.inf))
             what, kind = f"{self.words(curve)} spikes over the mean of the records before", self.keys[curve].kind
             if next_sample == num[index] and value > limit_before:
@@ -507,6 +504,17 @@ class Spike(CurveRule):
                 self._spiking.clear()
         replaced = self._rings.put(curves, num, values)
         self._total[curves] = self._total[curves] + values - np.nan_to_num(replaced)
+
+    def _limits(self, curve: int, ring: Floats, mean: float, peak: float) -> tuple[float, float]:
+        """Return the limit above which a sample is a spike, and the largest of the samples in a curve's ring buffer."""
+        is_loss = self.is_loss.of(curve) == 1
+        # A loss that has been zero for so long, as of a margin that is kept, has no range but that before.
+        largest = float(np.nanmax(np.abs(ring))) or peak
+        limit = mean + self.thresholds["sigmas"] * float(np.nanstd(ring))
+        limit = max(limit, largest * self.thresholds["loss_ratio" if is_loss else "ratio"])
+        if is_loss:
+            limit = max(limit, min(_limit_of_factors(ring), largest * self.thresholds["ratio"]))
+        return limit, largest
 
 
 def _limit_of_factors(ring: Floats) -> float:

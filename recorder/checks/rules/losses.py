@@ -144,7 +144,7 @@ class LossStuck(CurveRule):
             last = slice(-min(size, len(new)), None)
             for sample, one in zip(nums[:, np.newaxis], new[:, np.newaxis], strict=True):
                 self._put_blocks(at, sample, one)
-            self._earlier.put(at, nums[last], kept[size : -size][last])
+            self._earlier.put(at, nums[last], kept[size:-size][last])
             self._rings.put(at, nums[last], new[last])
             self._steps.put(at, nums[last], its_steps[last].astype(np.float64))
             self._middle[at], self._began[at], self._noise[at] = middle, began, noise
@@ -161,9 +161,7 @@ class LossStuck(CurveRule):
         if is_begun.any():
             began = ring[is_begun]
             self._began[curves[is_begun]], self._noise[curves[is_begun]] = began.mean(axis=1), began.std(axis=1)
-        seen = self._seen(
-            curves, num, ring, self._earlier.values[curves], (self._began[curves], self._noise[curves])
-        )
+        seen = self._seen(curves, num, ring, self._earlier.values[curves], (self._began[curves], self._noise[curves]))
         self._middle[curves] = seen.middle
         for reported, (flags, numbers, thresholds, what, measure) in zip(self._is_reported, seen.found, strict=True):
             for index in np.flatnonzero(flags & (reported[curves] == 0)).tolist():
@@ -371,13 +369,20 @@ class Overfitting(CurveRule):
     def wants(self, key: SeriesKey) -> bool:
         return key.is_loss or is_validation(key)
 
+    def has_passed(self, its_curves: list[int], curves: Integers, steps: Integers, values: Floats) -> bool:
+        ranks, is_valid, values = self._of_ranks(curves, values)
+        if is_valid.any() or (self._num_began[ranks] < self.thresholds["records"]).any():
+            return False
+        known = np.arange(ranks.max() + 1)
+        total = self._total[known]
+        np.add.at(total, ranks, values)  # one after the other, so that the bits do not depend on the batch
+        self._num_trained[known] = self._num_trained[known] + np.bincount(ranks)
+        self._total[known] = total
+        return True
+
     def judge(self, curves: Integers, values: Floats) -> Iterator[JudgedSample]:
         """Keep the validations. The findings come from `finish`, because a later validation may be better."""
-        lanes = np.array(self.lanes)[curves]
-        ranks = self.catalog.rank_of[lanes] + 1
-        is_valid = self.catalog.mark("validation", is_validation)[self.catalog.series_of[lanes]]
-        parts = np.array([self._parts.get(rank, 1.0) for rank in ranks.tolist()])
-        values = np.where(is_valid, values, parts * values)
+        ranks, is_valid, values = self._of_ranks(curves, values)
         num, total = np.bincount(ranks[~is_valid]), np.bincount(ranks[~is_valid], values[~is_valid])
         known = np.arange(len(num))
         self._num_trained[known] = self._num_trained[known] + num
@@ -394,6 +399,14 @@ class Overfitting(CurveRule):
             self._seen[int(curves[index])].append((self.step, float(values[index]), self._trained.get(rank, math.nan)))
         self._num_trained[ranks[is_valid]] = self._total[ranks[is_valid]] = 0.0
         return iter(())
+
+    def _of_ranks(self, curves: Integers, values: Floats) -> tuple[Integers, Flags, Floats]:
+        """Return each sample's rank plus 1, whether the sample is of a validation, and the loss that the sample is."""
+        lanes = np.array(self.lanes)[curves]
+        ranks = self.catalog.rank_of[lanes] + 1
+        is_valid = self.catalog.mark("validation", is_validation)[self.catalog.series_of[lanes]]
+        parts = np.array([self._parts.get(rank, 1.0) for rank in ranks.tolist()])
+        return ranks, is_valid, np.where(is_valid, values, parts * values)
 
     def _learn_parts(self, rank: int, validation: float) -> None:
         """Learn from where the two losses began whether a step's losses are parts of one, divided by their number.
