@@ -1,15 +1,22 @@
-"""``recorder run``: set the environment and become the user's command. Imports no UI package and no torch."""
+"""``recorder run``, and launchers as torchrun, in which nothing is recorded. Imports no UI package and no torch."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import NoReturn
 
 from .. import config
 from ..errors import ConfigError, install_line
+
+_LAUNCHERS = ("torchrun", "accelerate", "accelerate-launch", "deepspeed")
+_LAUNCHER_MODULES = (
+    "torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch", "deepspeed.launcher.runner",
+    "deepspeed.launcher.launch",
+)  # fmt: skip
 
 USAGE = """usage: recorder run [NAME=VALUE ...] COMMAND [ARGUMENT ...]
 
@@ -56,12 +63,7 @@ def prepare(environ: dict[str, str], words: Sequence[str]) -> list[str]:
         ConfigError: a setting is wrong, or torch could not start the recorder.
     """
     environ[config.FLAG] = "1"
-    loaded = config.load_settings(environ=environ)
-    config.check_dir(loaded)
-    if loaded.settings.check_settings:
-        from ..checks.book import check_settings
-
-        check_settings(loaded)
+    _check(environ)
     if environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "0":
         print(
             "recorder: TORCH_DEVICE_BACKEND_AUTOLOAD=0 would keep the recorder from starting; "
@@ -74,6 +76,39 @@ def prepare(environ: dict[str, str], words: Sequence[str]) -> list[str]:
             f"the package is not installed (its entry point is missing), so torch cannot start it: {install_line()}"
         )
     return [sys.executable, *words] if words[0].endswith(".py") or words[0] == "-m" else list(words)
+
+
+def is_launcher() -> bool:
+    """Return True if this process only starts the processes that train, as the command ``torchrun`` does."""
+    words = iter(sys.orig_argv[1:])
+    first = next((word for word in words if word == "-m" or not word.startswith("-")), "")
+    return next(words, "") in _LAUNCHER_MODULES if first == "-m" else Path(first).name in _LAUNCHERS
+
+
+def start_in_launcher() -> None:
+    """Check the settings before a launcher starts its processes. The rest of this package is not loaded.
+
+    Raises:
+        SystemExit: with code 2, if a setting is wrong and no parent process has found the settings valid.
+    """
+    if os.environ.get(config.CHECKED_MARK):
+        return
+    try:
+        if not config.is_enabled():
+            return
+        _check(os.environ)
+    except ConfigError as error:
+        _stop(str(error))
+    os.environ[config.CHECKED_MARK] = "1"
+
+
+def _check(environ: Mapping[str, str]) -> None:
+    loaded = config.load_settings(environ=environ)
+    config.check_dir(loaded)
+    if loaded.settings.check_settings:
+        from ..checks.book import check_settings
+
+        check_settings(loaded)
 
 
 def _stop(message: str) -> NoReturn:

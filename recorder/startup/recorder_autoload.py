@@ -34,7 +34,11 @@ def start() -> None:
         if is_off:
             importlib.import_module(f"{_package()}.taps.ops")
             return
-        importlib.import_module(f"{_package()}.lifecycle.active").start_from_environment()
+        launch = importlib.import_module(f"{_package()}.lifecycle.launch")
+        if launch.is_launcher():
+            launch.start_in_launcher()
+        else:
+            importlib.import_module(f"{_package()}.lifecycle.active").start_from_environment()
     except Exception as error:
         print(f"recorder: not recording: {type(error).__name__}: {error}", file=sys.stderr)
 

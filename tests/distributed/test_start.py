@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -171,6 +174,17 @@ def test_a_wrong_setting_stops_torchrun_before_any_rank_starts(tmp_path: Path) -
     assert finished.returncode == 2
     (message,) = finished.output.splitlines()
     assert "'outputs'" in message
+
+
+@pytest.mark.parametrize(
+    "command", [["-m", "torch.distributed.run"], [str(Path(sys.executable).with_name("torchrun"))]]
+)
+def test_a_launcher_loads_nothing_that_only_a_training_needs(tmp_path: Path, command: list[str]) -> None:
+    words = [sys.executable, *command, "--nproc-per-node", "1", "--no-python", "true"]
+    env = dict(os.environ, RECORDER="1", RECORDER_DIR=str(tmp_path), PYTHONPROFILEIMPORTTIME="1")
+    ended = subprocess.run(words, env=env, capture_output=True, text=True, check=True)
+    loaded = {line.rpartition("|")[2].strip() for line in ended.stderr.splitlines()}
+    assert "recorder.config" in loaded and "recorder.capture" not in loaded
 
 
 def test_forked_processes_record_nothing_and_disturb_nothing(tmp_path: Path) -> None:
