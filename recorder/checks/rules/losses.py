@@ -40,7 +40,7 @@ _CERTAIN = 5
 """The number of standard deviations that a fall must have to be no noise."""
 
 
-class _Seen(NamedTuple):
+class _LastSamples(NamedTuple):
     """What the last samples of curves show."""
 
     middle: Floats
@@ -183,7 +183,7 @@ class LossStuck(CurveRule):
 
     def _seen(
         self, curves: Integers, num: Integers, ring: Floats, earlier: Floats, begun: tuple[Floats, Floats]
-    ) -> _Seen:
+    ) -> _LastSamples:
         """Look at the last samples of curves. `num` counts each curve's samples.
 
         `ring` and `earlier` are of shape (curves, samples). `begun` are the means and the noise of the first records.
@@ -205,7 +205,7 @@ class LossStuck(CurveRule):
         beyond = np.maximum(2 * usual, usual + self.thresholds["ranges"] * (most - least))
         top = np.minimum(self.thresholds["leap"] * usual, beyond)
         is_leapt = is_late & ~is_risen & (low > top) & (top > 0) & (low > self.thresholds["share"] * np.abs(began))
-        return _Seen(
+        return _LastSamples(
             middle,
             is_down,
             (
