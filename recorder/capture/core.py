@@ -178,8 +178,7 @@ class Capture:
         if self.probe is not None:
             with torch._C._DisableFuncTorch():  # the call may be in `torch.func`, which wraps the tensors that are made
                 self._ask_probe(self.probe.step_changes, step)
-            if self.probe.is_full:
-                self.events.add("probe_full", _PROBE_FULL)
+            self._tell_of_probe(self.probe)
             if self.probe.is_blind:
                 self.selection.has_probe = False  # Without this check, hooks would stay on at every step for nothing.
         self.scalars.step_changes(step)
@@ -200,6 +199,13 @@ class Capture:
         self._step_in_force = step
         self.call_begins()
 
+    def _tell_of_probe(self, probe: Probe) -> None:
+        if probe.is_full:
+            self.events.add("probe_full", _PROBE_FULL)
+        if probe.has_missed:
+            probe.has_missed = False
+            self.events.add("probe_missed", _PROBE_MISSED, level=logging.INFO)
+
     def call_begins(self) -> None:
         """Let each stager pass its finished copies to the writer. Called when a step or a model's call begins."""
         for stager in list(self._stagers.values()):
@@ -209,6 +215,7 @@ class Capture:
         """Put the values that the probe and the stagers still hold on the channel. May block."""
         if self.probe is not None:
             self._ask_probe(self.probe.flush)
+            self._tell_of_probe(self.probe)
         if self._token_blocks is not None:
             self._token_blocks.flush()
         self.scalars.record_losses()
@@ -423,6 +430,7 @@ class Capture:
             lambda root, text: self.rule_commands.keep_more(f"{root}: " * self.nonfinite.has_models + text),
             use_native=self.settings.native,
         )
+        self.probe.step_changes(self.clock.step)
         self.saw_again = self.probe.saw_again
         return self.probe
 
@@ -691,6 +699,10 @@ _NO_STATISTICS_OF_PARTIAL = '{"no_statistics":"Partial"}'
 _PROBE_FULL = (
     f"the numbers of every step are kept of {MAX_COLUMNS:,} values, and further values have none: select fewer values "
     "in rules with keep=probe, by module= or site=, or give them names that do not change with the data"
+)
+_PROBE_MISSED = (
+    "values came after their step was over, as from a thread that evaluates while another thread trains: the numbers "
+    "of every step lack these values"
 )
 _NO_ROOM = {
     "too_large": "{where} has {nbytes} bytes, more than the pool ({pool.capacity_bytes}): no copy of it is recorded; "

@@ -21,6 +21,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 
 from ..observe.selection import NOTHING
 from ..records import KEEP_PROBE, KEEP_TOKENS, StepPosition
+from ..taps.graphs import leave_uncompiled
 from .core import Capture
 from .hooks.module import StateTime
 from .hooks.parameter_rows import ModuleParameter, OriginalParameter, ParameterRows
@@ -109,6 +110,8 @@ class OptimizerHooks:
         self._repeats: dict[str, dict[int, int]] = {"grad": {}, "optim": {}, "buffer": {}}
         """By site and parameter id, the last `repeat` (index among rows of one key) in this step. Buffers have id 0."""
         self._repeats_step = -1
+        self._used_gradient: tuple[Callable[[], torch.Tensor | None], int] = (lambda: None), 0
+        """A gradient that the last counted update has used, and its version. A backward makes or changes a gradient."""
         self.num_steps = 0
         self._handles = [register_optimizer_step_pre_hook(self._before), register_optimizer_step_post_hook(self._after)]
         self._wrappers = Wrappers()
@@ -194,6 +197,7 @@ class OptimizerHooks:
         first = next(map(id, parameters_of(optimizer)), 0)
         return self.known.firsts.setdefault(id(optimizer), first) == first
 
+    @leave_uncompiled
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record the values that the update will use, or wrap the closure that computes them (the pre-step hook)."""
         if _is_compiling() or not self._capture.is_open:
@@ -221,8 +225,8 @@ class OptimizerHooks:
         capture = self._capture
         # A forward does not advance the step if it is not seen, because hooks are compiled away or the root takes none,
         # or if it looked like a validation.
-        is_missed = not capture.has_seen_forward or any(root.clock.is_trained_evaluating for root in capture.roots)
-        if is_missed and self.known.counts(optimizer) and capture.clock.advance_if_stepped():
+        may_begin = capture.clock.is_over and self.known.counts(optimizer) and self._has_missed_forward(optimizer)
+        if may_begin and capture.clock.advance_if_stepped():
             capture.step_changed()
         self.looks.before_update(optimizer, is_counting=self.known.counts(optimizer), live=self.known.live)
         wrapped = wrap_closure(args, kwargs, lambda: self.closure_returned(optimizer))
@@ -239,6 +243,14 @@ class OptimizerHooks:
             capture.root_calls.depth = 0  # a step ends any forward that was interrupted
             self.record_before(optimizer)
         return wrapped
+
+    def _has_missed_forward(self, optimizer: Optimizer) -> bool:
+        """Whether the update that begins is of a forward that may not have been seen."""
+        if not self._capture.has_seen_forward or any(root.clock.is_trained_evaluating for root in self._capture.roots):
+            return True
+        used, version = self._used_gradient
+        new = self._begins_update(optimizer) and _first_gradient(optimizer)
+        return isinstance(new, torch.Tensor) and (used() is not new or new._version != version)
 
     def closure_returned(self, optimizer: Optimizer) -> None:
         """Record the gradients that a closure has computed, which the optimizer uses next."""
@@ -262,6 +274,7 @@ class OptimizerHooks:
             if root_name := next(filter(None, names), None):
                 self._capture.scalars.updates(root_name)
 
+    @leave_uncompiled
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record the optimizer's state, and count the step (the post-step hook)."""
         if _is_compiling() or not self._capture.is_open:
@@ -290,6 +303,8 @@ class OptimizerHooks:
                 if any("step" in state for state in states if isinstance(state, dict)):
                     clock.source = "optimizer"
             clock.optimizer_stepped()
+            if (used := _first_gradient(optimizer)) is not None:
+                self._used_gradient = weakref.ref(used), used._version
         self.looks.after_update(optimizer)
         self._on_step(optimizer)
         if self.looks.num_idle(optimizer) == IDLE_UPDATES:
@@ -537,6 +552,11 @@ class OptimizerHooks:
         for handle in self._handles:
             handle.remove()
         self._wrappers.close()
+
+
+def _first_gradient(optimizer: Optimizer) -> torch.Tensor | None:
+    firsts = itertools.islice(parameters_of(optimizer), _FIRST_PARAMETERS)
+    return next((one.grad for one in firsts if one.grad is not None), None)
 
 
 def _next_repeat(repeats: dict[int, int], parameter: torch.Tensor) -> int:

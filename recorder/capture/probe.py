@@ -122,8 +122,8 @@ class Probe:
         self._columns: list[ProbedSeries] = []
         self._origins: list[ValuePlace] = []
         """For each column (one value) recorded before, the origin (module and name) of its rows of site ``probe``."""
-        self._by_key: dict[tuple[ValuePlace, str, str], int] = {}
-        """The index of each column (one value), by the value's origin, phase and mode."""
+        self._by_key: dict[tuple[ValuePlace, str, str, torch.dtype], int] = {}
+        """The index of each column (one value), by the value's origin, phase, mode and dtype."""
         self._sums: list[float] = []
         """For each column (one value), the sum of the squares of the finite elements at the current step."""
         self._numels: list[int] = []
@@ -140,6 +140,9 @@ class Probe:
         self._steps: list[StepNumbers] = []
         """The steps of the current block, in order. The last step has the most columns."""
         self._step = 0
+        """The step that is under way. A value of another step is not measured: the numbers of that step are over."""
+        self.has_missed = False
+        """Whether a value of another step was seen, as from a thread that evaluates while another thread trains."""
         self._has_values = False
         self._arriving: deque[_ArrivingStep] = deque()
         self._has_measured = False
@@ -167,10 +170,13 @@ class Probe:
         numel = local.numel()
         if phase == "recompute" or scope == "local" or not numel:
             return keep
-        key = (origin, phase, moment.mode)
+        if moment.step != self._step:
+            self.has_missed = True
+            return keep
+        key = (origin, phase, moment.mode, local.dtype)
         column = self._by_key.get(key)
         if column is None:
-            column = self._add(key, phase, scope, chunk, local.dtype)
+            column = self._add(key, scope, chunk)
             if column is None:
                 return keep
         is_on_host = _is_on_host(local)
@@ -180,7 +186,7 @@ class Probe:
             if seen is not None:
                 seen.append(SeenAlone(probed, keep, local))
             if not is_on_host:
-                self._launched(self._on_device.measure(SeenOnDevice(probed, moment, call, keep != 0), local), moment)
+                self._launched(self._on_device.measure(SeenOnDevice(probed, moment, call, keep != 0), local))
                 return keep
         local, times = _without_repeats(local)
         total = times * self._sum_of_squares(local)
@@ -193,7 +199,6 @@ class Probe:
         self._sums[column] += total
         self._numels[column] += numel
         self._has_values = self._has_measured = True
-        self._step = moment.step
         if not num_nan and not num_inf:
             return keep
         nan_before, inf_before = self._bad.get(column, (0, 0))
@@ -205,7 +210,7 @@ class Probe:
 
     def seen_before(self, origin: ValuePlace, mode: str, tensor: torch.Tensor) -> SeenBefore | None:
         """Return what `saw_again` needs of a forward's value that `saw` has measured, or None for one on a device."""
-        column = self._by_key.get((origin, "forward", mode))
+        column = self._by_key.get((origin, "forward", mode, tensor.dtype))
         plan = self._plans.get((tensor.dtype, tensor.numel()))
         return None if column is None or plan is None else SeenBefore(column, tensor.dtype, plan)
 
@@ -227,6 +232,7 @@ class Probe:
                 or tensor.storage_offset()  # the storage of a tensor with an offset may have been freed
                 or not (at := tensor.data_ptr())
                 or self._seen
+                or step != self._step
             ):
                 return False
         except RuntimeError:  # a sparse tensor, or one of functorch's
@@ -238,7 +244,6 @@ class Probe:
         self._sums[column] += total
         self._numels[column] += items
         self._has_values = self._has_measured = True
-        self._step = step
         return True
 
     def _has_turned(self, column: int, has_nan: bool, share: float) -> bool:
@@ -255,10 +260,9 @@ class Probe:
             turned = f"turned {'NaN' if is_nan else 'infinite'} at step {moment.step}"
             self._on_trouble(origin.root, f"{where}{mode} {turned}")
 
-    def _launched(self, is_measured: bool, moment: StepPosition) -> bool:
+    def _launched(self, is_measured: bool) -> bool:
         if is_measured:
             self._has_values = self._has_measured = True
-            self._step = moment.step
         else:
             self._has_refused = True
         return is_measured
@@ -306,13 +310,16 @@ class Probe:
         """Measure the tensors of a group with one call. Return whether they were counted.
 
         `at` are the tensors' addresses, from `ProbedGroup.addresses`. The tensors are not counted if a tensor on the
-        host is not finite, or if no kernel can measure a tensor on a device. Then call `saw` for each tensor.
+        host is not finite, if no kernel can measure a tensor on a device, or if the step is over. Then call `saw` for
+        each tensor.
         """
+        if moment.step != self._step:
+            return False
         if group.tensors is None:
             seen = [
                 SeenOnDevice(value, moment, 0, keep != 0) for value, keep in zip(group.values, group.keeps, strict=True)
             ]
-            return self._launched(self._on_device.measure_many(seen, tensors), moment)
+            return self._launched(self._on_device.measure_many(seen, tensors))
         if self.kernels is None:
             return False
         sums = self.kernels.sums_of_squares(
@@ -322,7 +329,6 @@ class Probe:
             return False
         self._together.append((group.columns, sums, group.numels))
         self._has_values = True
-        self._step = moment.step
         return True
 
     def measure_together(
@@ -348,6 +354,9 @@ class Probe:
 
         `times` says how many elements each sampled element stands for.
         """
+        if moment.step != self._step:
+            self.has_missed = True
+            return
         if not math.isfinite(_sum(sums)):  # the next row of the parameter shows the non-finite update
             is_finite = np.isfinite(sums)
             for i in np.flatnonzero(~is_finite).tolist():
@@ -355,7 +364,6 @@ class Probe:
             columns, sums, numels, times = columns[is_finite], sums[is_finite], numels[is_finite], times[is_finite]
         self._together.append((columns, sums * times, numels))
         self._has_values = True
-        self._step = moment.step
 
     def saw_updates_on_device(
         self, updates: Sequence[ProbedValue], moved: Sequence[torch.Tensor], moment: StepPosition
@@ -363,7 +371,7 @@ class Probe:
         """Launch the kernels that measure an update on a device. `moved` has the changes of the sampled elements."""
         torch._foreach_mul_(list(moved), [math.sqrt(max(one.numel / SAMPLED, 1.0)) for one in updates])
         seen = [SeenOnDevice(value, moment, 0, has_row=True) for value in updates]
-        self._launched(self._on_device.measure_many(seen, list(moved)), moment)
+        self._launched(self._on_device.measure_many(seen, list(moved)))
 
     def is_free(self, tensor: torch.Tensor) -> bool:
         """Whether operations may be launched on a parameter's device now. They may not during a graph capture."""
@@ -374,10 +382,10 @@ class Probe:
         made = []
         for one in parameters:
             origin = one.origin._replace(site=UPDATE)
-            key = (origin, one.phase, "train")
+            key = (origin, one.phase, "train", one.dtype)
             column = self._by_key.get(key)
             if column is None:
-                column = self._add(key, one.phase, one.scope, one.chunk, one.dtype)
+                column = self._add(key, one.scope, one.chunk)
             if column is None:
                 return None
             made.append(one._replace(column=column, origin=origin))
@@ -410,9 +418,8 @@ class Probe:
             data = local.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
         return self._measure(data, DTYPES[local.dtype], tuple(local.shape), None, KEEP_STATS, kernels=self.kernels)
 
-    def _add(
-        self, key: tuple[ValuePlace, str, str], phase: str, scope: str | None, chunk: Chunk | None, dtype: torch.dtype
-    ) -> int | None:  # fmt: skip
+    def _add(self, key: tuple[ValuePlace, str, str, torch.dtype], scope: str | None, chunk: Chunk | None) -> int | None:
+        origin, phase, mode, dtype = key
         facts: dict[str, Any] = {"dtype": DTYPES[dtype]}
         if chunk is not None:
             facts["global_numel"] = math.prod(chunk.global_shape)
@@ -421,7 +428,7 @@ class Probe:
             if column >= MAX_COLUMNS:
                 self.is_full = True
                 return None
-            self._columns.append(ProbedSeries(key[0], phase, key[2], scope, facts))
+            self._columns.append(ProbedSeries(origin, phase, mode, scope, facts))
             self._sums.append(0.0)
             self._numels.append(0)
             self._by_key[key] = column
@@ -429,11 +436,11 @@ class Probe:
 
     def step_changes(self, step: int) -> None:
         """End the previous step if `step` is a new one. Then append the steps whose numbers have all arrived."""
-        if not self._has_values or step == self._step:
-            return
-        with self._changing:
-            self._end_step()
-            self._append_arrived()
+        if self._has_values and step != self._step:
+            with self._changing:
+                self._end_step()
+                self._append_arrived()
+        self._step = step
 
     def _end_step(self) -> None:
         sums, numels = np.array(self._sums), np.array(self._numels, np.float64)
@@ -540,7 +547,7 @@ class Probe:
             self.flush()
             for update, is_nan in self._spoilt.values():
                 origin = update.value.origin._replace(site="param")
-                parameter = self._by_key.get((origin, update.value.phase, update.moment.mode))
+                parameter = self._by_key.get((origin, update.value.phase, update.moment.mode, update.value.dtype))
                 if update.moment.step == self._step and parameter not in self._were_bad:
                     self._on_device.record_turned(update, is_nan=is_nan)
 

@@ -26,7 +26,7 @@ from ..observe.tree import tensor_leaves
 from ..records import SeenValue, StepPosition, ValuePlace
 from ..sites import CLIP_LIMIT, CLIP_NORM, EVALUATION_LOSS, LABELS, OBJECTIVE, is_validation_loss
 from ..system.processes import loaded
-from ..taps.graphs import in_functorch, is_traced
+from ..taps.graphs import in_functorch, is_traced, leave_uncompiled
 from .aliases import chunk_of_gradient, has_owner
 from .hooks.callbacks import CaptureForHooks, GradientArrives, watch_gradient
 from .hooks.given import SHIFT_STEPS
@@ -350,8 +350,8 @@ class LossFinder:
             except Exception as error:
                 self._capture.hook_failed(what, error)
 
-        _leave_uncompiled(run, with_callees=False)
-        _leave_uncompiled(try_to_look, with_callees=True)
+        leave_uncompiled(run, with_callees=False)
+        leave_uncompiled(try_to_look)
         return run
 
     def _clips(self, parameters: Any, max_norm: Any, total_norm: Any, foreach: Any = None) -> None:
@@ -474,14 +474,6 @@ def _leave_own_frame_out(error: BaseException) -> None:
     """Remove a wrapper's frame from the traceback of an error. A bare `raise` does not add the frame again."""
     trace = error.__traceback__
     error.__traceback__ = None if trace is None else trace.tb_next
-
-
-def _leave_uncompiled(function: Any, *, with_callees: bool) -> None:
-    """Keep dynamo from compiling a function of the recorder that a compiled program's backward calls."""
-    dynamo: Any = torch._C._dynamo.eval_frame
-    skip, default = dynamo._FrameAction.SKIP, dynamo._FrameAction.DEFAULT
-    strategy = dynamo._FrameExecStrategy(skip, skip if with_callees else default)
-    dynamo.set_code_exec_strategy(function.__code__, strategy)
 
 
 def _local_loss(value: Any) -> torch.Tensor | None:

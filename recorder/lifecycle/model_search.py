@@ -270,12 +270,12 @@ class EarlyOptimizers:
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Wrap the closure of a step, because the first forward may run in the closure."""
-        if os.getpid() != self._pid or torch.compiler.is_compiling():
+        if _is_compiling() or os.getpid() != self._pid:
             return None
         return wrap_closure(args, kwargs, lambda: self._closure_returned(optimizer))
 
     def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self.has_stepped or not self._handles or os.getpid() != self._pid:
+        if _is_compiling() or self.has_stepped or not self._handles or os.getpid() != self._pid:
             return
         if all(not group["lr"] for group in optimizer.param_groups):
             return  # this is no training step: torch's `get_state_dict` calls `step` to make the optimizer's state

@@ -439,6 +439,9 @@ class Recorder:
         elif topology.read().rank == 0 and is_program() and unhandled_exception() is None:
             why = "this process called no torch.nn.Module with parameters"
             advice = "RECORDER=1 records models in the process that trains them"
+            if has_compiled_anything():
+                why = "the model ran only in compiled code"
+                advice = "compile the model and not the step, or call recorder.instrument(model) before it is compiled"
         else:
             return
         self.events.add("no_root", f"nothing was recorded: {why}; {advice}")

@@ -26,6 +26,7 @@ from ..capture.staging.pool import Pool, default_capacity_bytes
 from ..config import Loaded
 from ..format.commands import PAUSE, RESUME, SET, UNDO
 from ..format.manifest import EXCEPTION
+from ..observe.tree import has_compiled_anything
 from ..records import Measured, Staged
 from ..system import log
 from ..system.log import Events
@@ -283,7 +284,8 @@ class Recording:
         capture, deadline_s = self.capture, self._settings.close_deadline_s
         until_s = time.monotonic() + deadline_s
         if why := self._why_never_moved():
-            level = logging.WARNING if self.optimizers.num_steps else logging.INFO
+            may_be_hidden = has_compiled_anything() and self.optimizers.known.by_id
+            level = logging.WARNING if self.optimizers.num_steps or may_be_hidden else logging.INFO
             self._events.add("step_never_advanced", f"{why}; recorder.step(n) names steps", level=level)
             if all(one["kind"] != EXCEPTION for one in self._events.as_list()):
                 self.optimizers.note_unstepped()
@@ -359,6 +361,8 @@ class Recording:
         if self.capture.every_call_is_a_step or clock.source == "user" or clock.has_moved or num_steps == 1:
             return ""
         why = "no optimizer stepped" + (" after the first recorded call" if clock.step else "")
+        if has_compiled_anything():
+            why = "no step of an optimizer was seen, because it may be in a compiled function"
         if num_steps:
             why = f"optimizers stepped {num_steps} times, and no forward with gradients was seen after a step"
         return f"{why}, so every value is of step {clock.step}"

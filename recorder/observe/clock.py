@@ -85,13 +85,14 @@ class Clock:
     """Whether an optimizer step has ever advanced `step`."""
     num_optimizer_steps: int = 0
     _num_by_hand: int = 0
-    _has_stepped: bool = False
+    is_over: bool = False
+    """Whether the optimizer has stepped since the step began."""
     going_back: Slice | None = None
     """The slice (a forward and its backward) whose backward began last. A pipeline may have begun newer slices."""
 
     def optimizer_stepped(self) -> None:
         """Note that the optimizer whose steps are counted has attempted a step."""
-        self._has_stepped = True
+        self.is_over = True
         self.num_optimizer_steps += 1
 
     @property
@@ -101,14 +102,14 @@ class Clock:
 
     def updated_by_hand(self) -> None:
         """Note that a program without an optimizer has changed the parameters."""
-        self._has_stepped = True
+        self.is_over = True
         self._num_by_hand += 1
 
     def advance_if_stepped(self) -> bool:
         """Begin the next step if the optimizer has stepped since the last step. Return whether a step began."""
-        if not self._has_stepped or self.is_by_hand:
+        if not self.is_over or self.is_by_hand:
             return False
-        self._has_stepped = False
+        self.is_over = False
         self.has_moved = True
         self.step += 1
         return True

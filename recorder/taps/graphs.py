@@ -11,7 +11,7 @@ import dis
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -23,6 +23,7 @@ from . import ops
 _tracing_state = torch._C._get_tracing_state
 # FX's private flag (since torch 2.14 one for each thread) is read, because `is_fx_tracing` logs a warning at each call.
 _is_fx_tracing = getattr(_symbolic_trace, "_get_is_fx_tracing", lambda: _symbolic_trace._is_fx_tracing_flag)
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 _PLAIN = (str, bytes, int, float, bool, complex)
 _LISTS_ATTRIBUTES = torch.__version__ >= "2.13"
 """True if dynamo can list a module's attributes. In torch 2.9 it can only look them up by name."""
@@ -64,6 +65,18 @@ def is_proxy(value: Any) -> bool:
 def _is_made_into_fx() -> bool:
     proxies = sys.modules.get("torch.fx.experimental.proxy_tensor")
     return proxies is not None and proxies.get_proxy_mode() is not None
+
+
+def leave_uncompiled(function: _Function, *, with_callees: bool = True) -> _Function:
+    """Keep dynamo from compiling a function of the recorder where code of a compiled program calls it between graphs.
+
+    Dynamo still traces the function if it becomes a part of a graph.
+    """
+    dynamo: Any = torch._C._dynamo.eval_frame
+    skip, default = dynamo._FrameAction.SKIP, dynamo._FrameAction.DEFAULT
+    strategy = dynamo._FrameExecStrategy(skip, skip if with_callees else default)
+    dynamo.set_code_exec_strategy(function.__code__, strategy)
+    return function
 
 
 def allow_in_graph() -> None:

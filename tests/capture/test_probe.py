@@ -179,9 +179,10 @@ def test_an_output_that_changes_its_kind_is_measured_as_it_is(tmp_path: Path) ->
             optimizer.step()
     frame = _probe(recording)
     for _, own in frame[frame.site == "output"].groupby("mode", observed=True):
-        found = own.set_index("step")
+        found = own.set_index("step").sort_index()
         assert list(found.index) == [step for step, given in enumerate(outputs) if given.numel()]
         for step in found.index:
+            assert found.dtype[step] == str(outputs[step].dtype).removeprefix("torch."), step
             values = outputs[step].resolve_conj().resolve_neg().numpy().astype(np.complex128)
             finite = values[np.isfinite(values)]
             assert found.l2[step] == pytest.approx(float(np.linalg.norm(finite)), rel=1e-6), step
@@ -942,3 +943,40 @@ def test_values_beyond_the_most_that_have_a_number_at_every_step_are_told(
     (told,) = recording.events("probe_full")
     assert told.startswith("the numbers of every step are kept of 65,536 values, and further values have none: select")
     assert any(told in check.text for check in checks_of(recording.run)), "doctor lists it"
+
+
+def test_a_value_of_a_step_that_is_over_is_no_number_of_another_step(tmp_path: Path) -> None:
+    """Another thread evaluates, and its call lasts from one step into the next."""
+    entered, leave = threading.Event(), threading.Event()
+
+    class Waits(torch.nn.Module):
+        def forward(self, given: torch.Tensor) -> torch.Tensor:
+            if not torch.is_grad_enabled():
+                entered.set()
+                leave.wait()
+            return given
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            model(torch.ones(2, 4))
+
+    norms = []
+    with flagged(tmp_path, "site=output,grad keep=probe") as recording:
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), Waits(), torch.nn.Linear(4, 2))
+        optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+        for step in range(8):
+            if step == 4:
+                (other := threading.Thread(target=evaluate)).start()
+                entered.wait()
+            model(torch.full((2, 4), step + 1.0)).square().mean().backward()
+            norms.append(float(model[0].weight.grad.norm()))
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 4:
+                leave.set()
+                other.join()
+    frame = _probe(recording)
+    found = frame[(frame.site == "grad") & (frame.module_path == "0") & (frame.name == "weight")]
+    assert list(found.step) == list(range(8))
+    assert found.l2.to_numpy() == pytest.approx(norms, rel=1e-6)
+    assert len(recording.events("probe_missed")) == 1

@@ -240,6 +240,66 @@ def test_a_root_that_a_wrapper_takes_over_goes_on_counting(tmp_path: Path) -> No
     assert list(recording.rows(site="output").micro_step) == [0, 1] and shared_keys(recording) == []
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace.* is deprecated")
+@pytest.mark.parametrize("how", ["compiled", "compiled in place", "traced"])
+def test_steps_are_counted_where_the_forward_is_hidden_from_some_step_on(tmp_path: Path, how: str) -> None:
+    norms = []
+
+    def program() -> None:
+        model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
+        called: Callable[..., Any] = model
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for step in range(8):
+            if step == 3 and how == "traced":
+                called = torch.jit.trace(model, batch())
+            elif step == 3 and how == "compiled":
+                called = torch.compile(model, backend="aot_eager")
+            elif step == 3:
+                model.compile(backend="aot_eager")
+            called(batch()).square().mean().backward()
+            norms.append(float(next(model.parameters()).grad.norm()))  # type: ignore[union-attr]
+            optimizer.step()
+            optimizer.zero_grad()
+
+    try:
+        recording = recorded(tmp_path, program)
+    finally:
+        torch.compiler.reset()
+    assert shared_keys(recording) == []
+    gradients = recording.rows(site="grad", module_path="0", name="weight").sort_values("step")
+    assert list(gradients.step) == list(range(8))
+    assert gradients.l2.to_numpy() == pytest.approx(norms, rel=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch itself
+def test_no_hook_becomes_a_graph_where_a_compiled_function_takes_whole_steps(tmp_path: Path) -> None:
+    """The first call of the model that is seen is that of its graph, inside of the compiled function."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
+    graphs = []
+
+    def program() -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+        def backend(graph: Any, given: Any) -> Any:
+            graphs.append(graph)
+            return graph
+
+        @torch.compile(backend=backend)
+        def step(x: torch.Tensor) -> None:
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for _ in range(6):
+            step(batch())
+
+    try:
+        recording = recorded(tmp_path, program)
+    finally:
+        torch.compiler.reset()
+    assert len(graphs) == 2 and recording.events("hook_error") == []
+
+
 def test_a_step_that_is_named_twice_in_a_row_goes_on_counting(tmp_path: Path) -> None:
     def program() -> None:
         model = nn.Linear(4, 1)

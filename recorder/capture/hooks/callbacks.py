@@ -22,6 +22,7 @@ from ...observe.selection import NoMasks, RuleSelection
 from ...observe.tree import Hook
 from ...records import Chunk, SeenValue, Staged, StepPosition, ValuePlace
 from ...system.log import Events
+from ...taps.graphs import leave_uncompiled
 from ..aliases import WRAPPED, Aliases, made_of, wrapped
 from ..token_blocks import TokenBlocks
 from .given import GivenArguments
@@ -197,6 +198,7 @@ class GradientArrives:
     def learn(self, chunk: Chunk | None) -> None:
         self.chunk = chunk
 
+    @leave_uncompiled
     def __call__(self, gradient: torch.Tensor | None) -> None:
         try:
             if _is_compiling() or gradient is None:  # DDP passes None for an output that the loss does not use
