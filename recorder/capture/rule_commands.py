@@ -114,7 +114,7 @@ class RuleCommands:
                 self._changes.take(command, step + is_sent, rules, refused=refused, note=note)
                 if not is_sent and not refused:
                     self.heeded(
-                        f"{command.reason}: statistics are kept of steps {command.from_step} to {command.to_step}, too"
+                        f"{command.reason}; statistics of steps {command.from_step} to {command.to_step} are kept, too"
                     )
             self._selection.reschedule(self._changes.schedules())
             self._told.popleft()

@@ -269,10 +269,10 @@ class RecordedWriter:
         return f"; the last shards here: {listed(last)}" if last else "; no shard is here"
 
     @property
-    def manifest_lost(self) -> str:
-        """A sentence that a writer has rows but no manifest. Empty with a manifest, even with a damaged one."""
+    def manifest_fault(self) -> str:
+        """A sentence on a damaged manifest, or on rows without a manifest. Empty for a writer that has only begun."""
         if self.manifest_problem or self.manifest.members or not self.num_rows:
-            return ""
+            return self.manifest_problem or ""
         return f"{self.directory}: has rows and no manifest, which is lost, or was never written"
 
     @property
@@ -286,7 +286,7 @@ class RecordedWriter:
 
     @property
     def _damage(self) -> list[str]:
-        of_manifest = [self.manifest_problem] if self.manifest_problem else []
+        of_manifest = [self.manifest_fault] if self.manifest_fault else []
         return [*of_manifest, *(damage for shard in self.all_shards for damage in shard.damage), *self._noted]
 
     def note_damage(self, damage: str) -> None:

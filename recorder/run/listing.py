@@ -95,7 +95,7 @@ def _summary(run: Run) -> dict[str, Any]:
             notes.command_members(one) | {"answers": notes.answer_members(run, one)} for one in run.commands.sound
         ],
         "proof": None if run.proof is None else {"verdict": run.proof.verdict, "text": run.proof.text},
-        "problems": notes.damages(run), "endings": run.endings,
+        "problems": run.problems, "endings": run.endings,
     }  # fmt: skip
 
 

@@ -294,14 +294,9 @@ def absence(run: Run) -> str:
     return f"{named('rank', absent)} of {run.world_size}, whose files are not here"
 
 
-def damages(run: Run) -> list[str]:
-    """Return a sentence for each damage of a run, and for each writer that has rows but no manifest."""
-    return [*run.problems, *filter(None, (writer.manifest_lost for writer in run.writers))]
-
-
 def damage(run: Run) -> str:
     """Return one line on a run's damage: the first damage and the number of others. Empty if there is no damage."""
-    first, *others = damages(run) or [""]
+    first, *others = run.problems or [""]
     return f"{first}; and {len(others)} more, which recorder verify names" if others else first
 
 

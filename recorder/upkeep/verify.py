@@ -94,8 +94,8 @@ def _threads() -> Iterator[Each]:
 
 
 def _verify_writer(writer: RecordedWriter, report: Report, is_over: bool, each: Each) -> Iterator[VerifyResult]:
-    if problem := writer.manifest_problem or writer.manifest_lost:
-        yield VerifyResult(True, problem)
+    if writer.manifest_fault:
+        yield VerifyResult(True, writer.manifest_fault)
     elif not writer.manifest.members:
         yield VerifyResult(False, f"{writer.directory}: has no manifest; its writer has only begun, or died at once")
     verify_one = partial(_verify_shard, writer=writer, report=report, is_over=is_over)

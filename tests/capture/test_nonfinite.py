@@ -292,4 +292,4 @@ def test_of_several_models_the_one_with_the_value_is_named(tmp_path: Path, caplo
     assert len(said) == 1 and "step 2, model_1: '0' output (32 NaN of 32 elements)" in said[0]
     lines = [str(part) for part in reply_of(recording.run, recorder.first(recording.run)).parts()]
     assert "first NaN or infinity: step 2, model_1: '0' output, rank 0" in lines[0]
-    assert recording.events("trouble")[0].startswith("model_1: '0' output turned NaN at step 2: statistics are kept ")
+    assert recording.events("trouble")[0].startswith("model_1: '0' output turned NaN at step 2; statistics of steps ")

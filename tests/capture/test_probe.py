@@ -421,7 +421,7 @@ def test_after_trouble_statistics_of_three_steps_are_kept_thrice_a_run(
     for site in ("output", "grad_output", "param", "grad", "buffer"):
         assert set(recording.rows(site=site, module_path="net.norm").step) == ordinary | steps, site
     said = [
-        f"'side' output turned NaN at step {first - 1}: statistics are kept of steps {first} to {last}, too"
+        f"'side' output turned NaN at step {first - 1}; statistics of steps {first} to {last} are kept, too"
         for first, last in more
     ]
     assert recording.events("trouble") == said

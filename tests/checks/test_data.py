@@ -34,6 +34,18 @@ def test_a_batch_that_comes_again_and_again_is_named(period: int) -> None:
     assert f"that of {counted(period, 'record')} before" in found[0].what and found[0].since == period
 
 
+@pytest.mark.parametrize(("make", "share"), [
+    (lambda step: step // 2, "50%"),
+    (lambda step: step // 4, "75%"),
+    (lambda step: step - (step % 3 == 1), None),
+])  # fmt: skip
+@pytest.mark.parametrize("is_probe", [True, False])
+def test_batches_that_workers_with_one_seed_draw_are_a_note(make: Any, share: str | None, is_probe: bool) -> None:
+    found = said(batches(lambda step, rank: {"x": noise(make(step))}, steps=80, is_probe=is_probe), Data)
+    what = f"the batch repeats that of the record before in {share} of the records"
+    assert [(one.severity, one.what) for one in found] == [(Severity.NOTE, what)] * (share is not None)
+
+
 @pytest.mark.parametrize("is_recorded", [True, False])
 def test_samples_that_are_normalised_one_by_one_do_not_repeat(is_recorded: bool) -> None:
     """All batches of such samples have the same l2. Where their other statistics are recorded, they differ."""

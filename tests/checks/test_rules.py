@@ -587,6 +587,11 @@ def test_samples_of_many_steps_at_once_are_judged_as_step_by_step(
     assert at_once == [made().judge(rule).findings] * len(BATCHES)
 
 
+def test_a_loss_that_is_always_zero_does_not_stand_still() -> None:
+    """As that of advantages over the mean of their group, whose gradients are not zero."""
+    assert said(with_updates(losses(lambda step: 0.0, 200), 1e-3, 200), LossStuck) == []
+
+
 def with_updates(recorded: Recorded, size: float, steps: int) -> Recorded:
     """Add a weight of norm 1, and updates of this norm."""
     for step in range(steps):
@@ -1207,6 +1212,72 @@ def test_a_parameter_with_a_gradient_that_does_not_change_is_named() -> None:
     assert [one.severity for one in said(narrow, Unchanged)] == [Severity.NOTE]
 
 
+@pytest.mark.parametrize(
+    ("gradients", "outputs", "weight", "said_of_it"),
+    [
+        ((0.0, 1.0), {"up": 1.0, "": 1.0}, 1.0, "that of the bias is not: the input of the module is zero"),
+        ((0.0, 0.0), {"up": 1.0, "": 1.0}, 0.0, "a product of factors that are all zero has no gradient"),
+        ((0.0, 0.0), {"up": 0.0, "down": 1.0, "": 1.0}, 1.0, "between the outputs of 'up' and 'down'"),
+        ((0.0, 0.0), {"up": 0.0, "down": 0.0, "": 1.0}, 1.0, "between the outputs of 'down' and (the model)"),
+        ((0.0, 0.0), {"up": 0.0, "down": 1.0, "side": 0.0, "": 1.0}, 1.0, "zero in all elements"),
+        ((0.0, 0.0), {"up": 1.0, "": 1.0}, 1.0, "zero in all elements"),
+    ],
+    ids=["no input", "zero factors", "cut", "cut at the end", "branches", "unknown"],
+)
+def test_where_a_gradient_becomes_zero_is_said(
+    gradients: tuple[float, float], outputs: dict[str, float], weight: float, said_of_it: str
+) -> None:
+    recorded = Recorded(dict.fromkeys(["up", "down", "side", "head"], "Linear"))
+    for step in range(6):
+        for path, size in outputs.items():
+            recorded.add(step, path, noise(step))
+            recorded.add(step, path, noise(step, scale=size), site="grad_output", phase="backward")
+        for name, size in zip(("weight", "bias"), gradients, strict=True):
+            recorded.add(step, "up", np.full(4, weight), name=name, phase="optimizer", site="param")
+            recorded.add(step, "up", noise(step, scale=size), name=name, phase="optimizer", site="grad")
+        recorded.add(step, "head", noise(step), **OPTIMIZER, site="grad")
+    found = said(recorded, NoGradient)
+    assert found and all(one.severity == Severity.WARNING and one.what.endswith(said_of_it) for one in found)
+
+
+@pytest.mark.parametrize("is_used", [True, False])
+def test_a_module_whose_output_enters_no_loss_is_said_to_be_unused(is_used: bool) -> None:
+    recorded = Recorded()
+    sites = ("output", "grad_output", "param", "grad")
+    recorded.catalog.modules["model", "b"] = module_of("Linear", sites)
+    for step in range(6):
+        for path in ("a", "b", ""):
+            recorded.add(step, path, noise(step))
+            if path != "b" or is_used:
+                recorded.add(step, path, noise(step), site="grad_output", phase="backward")
+        for path in ("a", "b"):
+            recorded.add(step, path, noise(step), **OPTIMIZER, site="param")
+        recorded.add(step, "a", noise(step), **OPTIMIZER, site="grad")
+    (found,) = said(recorded, NoGradient)
+    assert (found.module_path, found.severity) == ("b", Severity.NOTE)
+    assert found.what == "never had a gradient" + ", nor had the module's output: the loss does not depend on it" * (
+        not is_used
+    )
+
+
+@pytest.mark.parametrize(("last", "is_named"), [(9, True), (90, False)])
+@pytest.mark.parametrize("is_optimized", [True, False])
+def test_a_parameter_that_was_frozen_and_stays_in_its_optimizer_is_a_note(
+    last: int, is_named: bool, is_optimized: bool
+) -> None:
+    recorded = Recorded()
+    rates = {"weight": "lr.SGD.0"} if is_optimized else {}
+    recorded.catalog.modules["model", "up"] = module_of("Linear", ("param", "grad"), frozen=("weight",), rates=rates)
+    for step in range(100):
+        for path in ("up", "down")[step > last :]:
+            recorded.add(step, path, noise(step), **OPTIMIZER, site="grad", is_probe=step > 5)
+    found = said(recorded, NoGradient)
+    what = "its last gradient was at step 9: its requires_grad is False"
+    assert [(one.module_path, one.severity, one.what) for one in found] == [("up", Severity.NOTE, what)] * (
+        is_named and is_optimized
+    )
+
+
 def test_a_parameter_whose_gradient_is_rounding_may_stay() -> None:
     recorded = Recorded()
     for step in range(5):
@@ -1214,6 +1285,17 @@ def test_a_parameter_whose_gradient_is_rounding_may_stay() -> None:
             recorded.add(step, path, noise(1 if path == "conv" else step), **OPTIMIZER, site="param")
             recorded.add(step, path, noise(step, scale=scale), **OPTIMIZER, site="grad")
     assert said(recorded, Unchanged) == []
+
+
+@pytest.mark.parametrize("rows_a_batch", BATCHES)
+@pytest.mark.parametrize(("gradient", "is_named"), [(1e-6, False), (1e-2, True)])
+def test_a_parameter_at_the_floor_of_the_loss_may_stay(gradient: float, is_named: bool, rows_a_batch: int) -> None:
+    recorded = Recorded()
+    for step in range(12):
+        recorded.add(step, "up", noise(min(step, 5)), **OPTIMIZER, site="param")
+        recorded.add(step, "up", noise(step, scale=1.0 if step < 4 else gradient), **OPTIMIZER, site="grad")
+    found = recorded.judge(Unchanged, rows_a_batch).findings
+    assert [(one.module_path, one.since) for one in found] == [("up", 6)] * is_named
 
 
 def test_an_update_as_large_as_the_weight_is_named() -> None:

@@ -25,7 +25,7 @@ from ...columns import METADATA_COLUMNS, SCHEMA
 from ...errors import CorruptError, LookupFailedError, RecorderError, RunError, UnsupportedError, not_installed
 from ...run.finding import find_folder, find_run, runs_in
 from ...run.listing import state_of
-from ...run.notes import damages, strays
+from ...run.notes import strays
 from ...run.probe import PROBE_SCHEMA, probe_tables
 from ...run.reply import Aside, Reply, Table
 from ...run.run import Run, open_run
@@ -90,7 +90,7 @@ def _run(run: Run) -> Iterator[Any]:
                 "state": state_of(run),
                 "first_step": steps[0] if steps else None, "last_step": steps[-1] if steps else None,
                 "num_rows": run.num_all_rows, "num_probe_rows": run.num_all_rows - run.num_rows,
-                "size_bytes": run.opened_bytes, "num_problems": len(damages(run)) + sum(1 for _ in strays(run)),
+                "size_bytes": run.opened_bytes, "num_problems": len(run.problems) + sum(1 for _ in strays(run)),
                 "hosts": hosts,
             }
         ],
@@ -312,7 +312,7 @@ def sql_reply(question: str, path: str | None, catalog: str | None) -> Reply:
     def opened() -> Iterator[Run]:
         for run in _opened_runs(path, problems):
             yield run
-            problems.extend(damages(run))
+            problems.extend(run.problems)
 
     with opened_tables(catalog) if catalog else nullcontext(opened()) as tables:
         answer = ask(question, tables)

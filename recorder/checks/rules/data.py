@@ -59,6 +59,12 @@ _LABELS_SIZE = "the labels are not normalised; their mean is {} and their standa
 _IN_ORDER = "shuffle the training set anew in each epoch; a DistributedSampler does so after its set_epoch(epoch)"
 _MOST = 0.75
 """The least fraction of batches of one class where the samples are sorted by class."""
+_OFTEN = 0.45
+"""The least fraction of batches that repeat the batch before where two workers of a data loader draw the same."""
+_WORKERS = (
+    "look whether the workers of the data loader draw from generators with one seed; nothing is wrong if each batch is "
+    "meant to be used several times"
+)
 _SHUFFLE = "look whether the data set is sorted by class, and whether the loader shuffles it"
 _FULL_BATCH = "; it was so at every step: this is full-batch training, or a loader that never moved on"
 _SHUFFLED = "; the same samples come in another order each time, as in full-batch training with a loader that shuffles"
@@ -103,6 +109,8 @@ class Data(CheckRule):
         """By labels of whole numbers and rank: the first step; the class of each batch with equal labels, else NaN."""
         self._num_new, self._mixed, self._numbered = Memory(0.0), Memory(), Memory(0.0)
         """By rank: how often batch or labels were new; the last step with labels of two classes; 1 if they count up."""
+        self._num_repeated = Memory(0.0)
+        """By rank: how often batch or labels were those of the record before."""
         self._balanced = Memory(0.0)
         """By rank: the number of classes if the last recorded labels have each class equally often; else 0."""
         self._courses: dict[int, list[tuple[Integers, Floats]]] = {}
@@ -156,6 +164,7 @@ class Data(CheckRule):
     def finish(self) -> Iterator[Finding]:
         """Yield the held findings that no later record contradicts."""
         yield from self._in_order()
+        yield from self._often_repeated()
         yield from self._not_normalised.values()
         yield from self._padding.finish()
         yield from self._large_at_first()
@@ -223,6 +232,18 @@ class Data(CheckRule):
                 since, num = int(steps[first]), len(hashes) - first
                 one = self._in_a_row(lane, int(steps[-1]), what, num, "repeats", since)
                 yield one._replace(severity=Severity.NOTE, advice=_IN_ORDER)
+
+    def _often_repeated(self) -> Iterator[Finding]:
+        """Report batches that are those of the record before in about half of the records or more, but not in all."""
+        again = {lane for lane, one in self._held if one.what.startswith(_REPEATS)}
+        for lane in self._courses.keys() - again:
+            num, num_new = self._num_repeated.of(lane), self._num_new.of(lane)
+            share = num / (num + num_new)
+            if num >= self.thresholds["repeats"] and share >= _OFTEN and not self._alike.of(lane):
+                what = f"{_REPEATS}the record before in {share:.0%} of the records"
+                step = int(self._courses[lane][-1][0][-1])
+                one = self.finding(lane, step, what, "records", num, self.thresholds["repeats"])
+                yield one._replace(severity=Severity.NOTE, advice=_WORKERS)
 
     def _sorted(self) -> Iterator[tuple[int, Finding]]:
         """Yield labels that are sorted: most batches have one class, which is another one after some batches."""
@@ -301,6 +322,7 @@ class Data(CheckRule):
         for lane in np.unique(lanes[self.catalog.rank_of[lanes] <= 0]).tolist():
             self._courses.setdefault(lane, []).append((steps[lanes == lane], hashes[lanes == lane]))
         self._num_new.sums(lanes, (period != 1).astype(np.float64))
+        self._num_repeated.sums(lanes, (period == 1).astype(np.float64))
         for index, num, since in self._repeats.reached(lanes, steps, period > 0, self.thresholds["repeats"]):
             what = f"{_REPEATS}{counted(int(period[index]), 'record')} before, again and again"
             lane = int(lanes[index])

@@ -196,7 +196,8 @@ class LossStuck(CurveRule):
         limit = np.maximum(began * self.thresholds["rise"], began + 3 * noise)  # some lie around zero
         is_risen = is_late & (middle > limit) & (began > 0)  # one bad batch moves the mean, but not the median
         is_down = now < began - np.abs(began) * self.thresholds["drop"]
-        is_stuck = is_late & ~is_down & (spread < self.thresholds["spread"])
+        # An advantage over the mean of its group makes a loss whose value is always 0, and whose gradient is not.
+        is_stuck = is_late & ~is_down & (spread < self.thresholds["spread"]) & (now != 0)
         limits = np.full(len(curves), self.thresholds["spread"])
         negated = self.catalog.mark("negated", self._is_negated)[self.catalog.series_of[np.array(self.lanes)[curves]]]
         below = np.abs(began) * np.where(negated, self.thresholds["negated"], self.thresholds["bottomless"])
@@ -241,7 +242,7 @@ class LossStuck(CurveRule):
         for curve, key in enumerate(self.keys):
             num, lane = int(self.num.of(curve)), self.lanes[curve]
             is_whole = max(10 * self._window, self.step / 2) <= num  # a run that goes on has learnt before
-            if is_whole and not is_validation(self.catalog.key_of(lane)):
+            if is_whole and self._middle.of(curve) and not is_validation(self.catalog.key_of(lane)):
                 losses.setdefault((key.name, num), []).append(curve)
         found = [self._quarters(np.array(curves), num) for (_, num), curves in losses.items()]
         if not found or not self._moves.num:

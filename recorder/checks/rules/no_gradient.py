@@ -7,6 +7,7 @@ from operator import attrgetter
 
 import numpy as np
 
+from ...system.text import module_in_words
 from ..rows import (
     IS_PROBE,
     MAX_STEPS,
@@ -46,6 +47,20 @@ _IS_FROZEN, _UNFREEZE = ": its requires_grad is False", "set its requires_grad t
 _WAS_FROZEN = "; its module had parameters whose requires_grad was False"
 _LATER_HAVE = "though modules that are called after it have"
 _CUT_OFF = "look for a detach, or a reentrant checkpoint of which no input requires a gradient"
+_NO_INPUT = ", and that of the bias is not: the input of the module is zero"
+_MAKE_INPUT = "look at what makes the input of this module"
+_ENDS_IN = ", and so is that of the module's output: it becomes zero between the outputs of {} and {}"
+_AT_END = (
+    "look at what is computed between the two: a value that is constant, saturated or rounded passes no gradient on"
+)
+_FACTORS = ", as are all parameters of the module: a product of factors that are all zero has no gradient"
+_BEGIN = "let one of the factors begin with other values than zero"
+_NO_TERM = ", nor had the module's output: the loss does not depend on it"
+_ADD_TERM = (
+    "see whether a term of the loss was left out, or the output is detached; nothing is wrong if it is not needed"
+)
+_GONE_STEPS, _GONE = 20, 0.1
+"""A gradient is gone for good if it came at none of so many last steps, nor in this part of all steps."""
 _CLEAR = "call zero_grad before the backward, not between the backward and the step of the optimizer"
 
 
@@ -73,8 +88,16 @@ class NoGradient(StreakRule):
         """By parameter and rank, the number of the parameter's records."""
         self._began, self._moved = Memory(), Memory(0.0)
         """By parameter and rank, its first sum of squares, and 1 if a later one is another, as of a moving average."""
+        self._is_zero = Memory(1.0)
+        """By parameter and rank, 1 if the parameter was zero in every record."""
         self._is_driven: dict[str, bool] = {}
         """By root with gradients of outputs, whether one of them was not zero."""
+        self._outputs: dict[tuple[str, str], bool] = {}
+        """By root and path of a module with gradients of its output in training, whether one of them was not zero."""
+        self._last = Memory()
+        """By gradient and rank, the last step at which the gradient came."""
+        self._newest = 0
+        """The last step at which any gradient came."""
         self._largest_loss, self._last_loss = Memory(0.0), Memory(0.0)
         """By loss and rank, the largest value, and the last one above zero."""
         self._largest_sum: dict[tuple[str, str], float] = {}
@@ -94,11 +117,14 @@ class NoGradient(StreakRule):
         self._num_params.sums(params.lanes, np.ones(len(params)))
         began(params.lanes, params["sum_sq"], self._began)
         self._moved[params.lanes[params["sum_sq"] != self._began[params.lanes]]] = 1.0
+        self._is_zero[params.lanes[params["sum_sq"] != 0]] = 0.0
         if self._first_step is None:
             if not (is_grad := recorded.at("grad")).any():
                 return
             self._first_step = int(recorded.steps[is_grad][0])
         rows = rows.take(rows.at("grad"))
+        self._last[rows.lanes] = rows.steps.astype(np.float64)  # in the order of the steps
+        self._newest = max(self._newest, int(rows.steps.max(initial=0)))
         rows = rows.take(np.nan_to_num(rows["nan_count"]) == 0).by_lane()  # a NaN does not prove that a gradient flows
         size = rows.over_chunks(rows["sum_sq"])
         self._num.sums(rows.lanes, np.ones(len(rows)))
@@ -143,10 +169,12 @@ class NoGradient(StreakRule):
 
     def _note_outputs(self, rows: Rows) -> None:
         of_outputs = rows.take(rows.at("grad_output"))
-        for root in {self.catalog.key_of(lane).root for lane in np.unique(of_outputs.lanes).tolist()}:
-            self._is_driven.setdefault(root, False)
-        for lane in np.unique(of_outputs.lanes[of_outputs["sum_sq"] != 0]).tolist():
-            self._is_driven[self.catalog.key_of(lane).root] = True
+        nonzero = set(of_outputs.lanes[of_outputs["sum_sq"] != 0].tolist())
+        for lane in np.unique(of_outputs.lanes).tolist():
+            key, is_driven = self.catalog.key_of(lane), lane in nonzero
+            self._is_driven[key.root] = self._is_driven.get(key.root, False) or is_driven
+            module = key.root, key.module_path
+            self._outputs[module] = self._outputs.get(module, False) or is_driven
 
     def _note_sums(self, rows: Rows) -> None:
         """Note the sums of the gradients of a module's output, at the steps at which its parameters have gradients.
@@ -248,12 +276,21 @@ class NoGradient(StreakRule):
                     not is_odd and not self._moved.of(lane) and (why := idle.get((key.root, key.module_path, key.name)))
                 ):
                     what, is_odd, is_cut = f"{NO_GRADIENT}, {why}", True, True
+                elif not is_odd and self._is_unused(key):
+                    what = NO_GRADIENT + _NO_TERM
                 severity = Severity.WARNING if is_odd else Severity.NOTE
                 measure, limit = "records without a gradient", self.thresholds["records"]
                 found = self.finding(lane, 0, what, measure, num, limit, severity, since=0)
                 if what.endswith(_IS_FROZEN):
                     found = found._replace(advice=_UNFREEZE)
+                elif what.endswith(_NO_TERM):
+                    found = found._replace(advice=_ADD_TERM)
                 yield found._replace(advice=_CUT_OFF) if is_cut else found
+            elif key.site == "grad" and key.scope != "local" and self._is_frozen_since(lane):
+                since = int(self._last.of(lane))
+                what = f"its last gradient was at step {since}{_IS_FROZEN}"
+                found = self.finding(lane, since, what, "", 0.0, 0.0, Severity.NOTE, since=since)
+                yield found._replace(advice=_UNFREEZE)
         for found in self._waiting.finish():
             if found.root in zeroed:
                 found = found._replace(what=f"{found.what}, in all parameters of the model: {_ZEROED}", advice=_CLEAR)
@@ -261,7 +298,48 @@ class NoGradient(StreakRule):
                 found = found._replace(what=f"{found.what}, in all parameters of the model: {_NO_LOSS}", advice=_TERMS)
             elif found.name == "bias" and self._sum_of(found.root, found.module_path, 1.0) < _NO_SUM:
                 found = found._replace(severity=Severity.NOTE, what=found.what + _OF_DIFFERENCES, advice=_KEEP)
+            elif found.what == self.what:
+                found = self._explained(found)
             yield found
+
+    def _explained(self, found: Finding) -> Finding:
+        """Say of a gradient that is zero in all elements where it becomes zero, if that can be told."""
+        module = self.catalog.modules.get((found.root, found.module_path))
+        own = {lane: key for lane in range(self.catalog.num_lanes)
+               if (key := self.catalog.key_of(lane))[:2] == (found.root, found.module_path)}  # fmt: skip
+        params = [lane for lane, key in own.items() if key.site == "param"]
+        of_bias = [lane for lane, key in own.items() if (key.site, key.name) == ("grad", "bias")]
+        is_affine = module is not None and ("Linear" in module.class_name or "Conv" in module.class_name)
+        if is_affine and found.name == "weight" and any(self._num_zero.of(one) < self._num.of(one) for one in of_bias):
+            return found._replace(what=found.what + _NO_INPUT, advice=_MAKE_INPUT)
+        if len(params) > 1 and all(self._is_zero.of(lane) for lane in params):
+            return found._replace(what=found.what + _FACTORS, advice=_BEGIN)
+        order = dict.fromkeys(
+            key.module_path for key in self.catalog.series
+            if (key.root, key.site, key.mode) == (found.root, "output", "train")
+        )  # fmt: skip
+        driven = {path: one for path in order if (one := self._outputs.get((found.root, path))) is not None}
+        first = next((at for at, is_driven in enumerate(driven.values()) if is_driven), 0)
+        if driven.get(found.module_path, True) or not first or not all([*driven.values()][first:]):
+            return found
+        between = map(module_in_words, [*driven][first - 1 : first + 1])
+        return found._replace(what=found.what + _ENDS_IN.format(*between), advice=_AT_END)
+
+    def _is_unused(self, key: SeriesKey) -> bool:
+        """Return whether no gradient came to the output of a module, though gradients of outputs are recorded."""
+        module = self.catalog.modules.get((key.root, key.module_path))
+        is_asked = module is not None and "grad_output" in module.sites
+        return (
+            is_asked and self._outputs.get((key.root, "")) is True and (key.root, key.module_path) not in self._outputs
+        )
+
+    def _is_frozen_since(self, lane: int) -> bool:
+        """Return whether a gradient came, and then no more, because its parameter was frozen in an optimizer."""
+        key = self.catalog.key_of(lane)
+        module = self.catalog.modules.get((key.root, key.module_path))
+        if module is None or key.name not in module.frozen or key.name not in module.rates:
+            return False
+        return self._newest - self._last.of(lane) > max(_GONE_STEPS, _GONE * (self._newest - (self._first_step or 0)))
 
     def _sum_of(self, root: str, path: str, otherwise: float) -> float:
         return self._largest_sum.get((root, path), otherwise)

@@ -55,7 +55,9 @@ class Unchanged(StreakRule):
     sites, columns = ("param", "grad", "scalar"), EXACT
     settings = (
         Setting("records", 3, "records", "smdebug's UnchangedTensor; TrainCheck"),
-        Setting("share", 1e-4, "of the largest gradient", "smaller gradients are roundings"),
+        Setting(
+            "share", 1e-4, "of the largest gradient", "smaller ones are roundings, or the loss has reached its floor"
+        ),
         Setting("rounded", 0.5, "of all elements, of a narrow type", CALIBRATED),
         Setting("steps", 20, "steps, of a narrow type", "a warm-up begins with small updates"),
     )
@@ -99,12 +101,14 @@ class Unchanged(StreakRule):
         self._note_rates(rows.take(rows.where("rate", attrgetter("is_rate"))).by_lane())
         gradients, scalars = rows.take(rows.at("grad")).by_lane(), rows.take(rows.where("skipped", _tells_skip))
         rms, firsts = np.nan_to_num(gradients.rms), np.flatnonzero(begins(gradients.lanes))
-        if len(firsts):
-            lanes = gradients.lanes[firsts]
-            self._gradient[lanes] = np.maximum(np.maximum.reduceat(rms, firsts), self._gradient[lanes])
+        largest = np.maximum(rms, self._gradient[gradients.lanes])
+        for its in np.split(largest, firsts[1:]):
+            np.maximum.accumulate(its, out=its)
+        is_last = ends(gradients.lanes)
+        self._gradient[gradients.lanes[is_last]] = largest[is_last]
         self._largest = max(self._largest, float(rms.max(initial=0.0)))
         self._told = np.r_[self._told[self._told == self._told.max(initial=-1)], np.unique(gradients.steps)]
-        self._note_gradients(gradients.take(rms > 0))
+        self._note_gradients(gradients.take(rms > self.thresholds["share"] * largest))
         skipped = scalars.take(np.nan_to_num(scalars["mean"]) > 0)
         self._skipped |= dict.fromkeys(zip(skipped.ranks.tolist(), skipped.steps.tolist(), strict=True))
         for old in list(self._skipped)[:-_MAX_SKIPPED]:
@@ -208,7 +212,10 @@ class Unchanged(StreakRule):
                 yield one._replace(advice=_OF_NARROW)
 
     def _note_gradients(self, rows: Rows) -> None:
-        """Remember which parameters have a gradient. An expert without samples has no gradient, and need not change."""
+        """Remember which parameters have a gradient. An expert without samples has no gradient, and need not change.
+
+        The updates of a parameter whose gradient has become tiny may be too small for the parameter's type.
+        """
         lanes, steps = self._had
         is_last = steps == steps.max(initial=-1)
         self._had = np.r_[lanes[is_last], rows.lanes], np.r_[steps[is_last], rows.steps]
