@@ -1261,20 +1261,23 @@ def test_a_module_whose_output_enters_no_loss_is_said_to_be_unused(is_used: bool
 
 
 @pytest.mark.parametrize(("last", "is_named"), [(9, True), (90, False)])
-@pytest.mark.parametrize("is_optimized", [True, False])
-def test_a_parameter_that_was_frozen_and_stays_in_its_optimizer_is_a_note(
-    last: int, is_named: bool, is_optimized: bool
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_a_parameter_that_was_frozen_while_its_optimizer_goes_on_is_a_note(
+    last: int, is_named: bool, goes_on: bool
 ) -> None:
+    """A teacher that was trained, and then frozen, has an optimizer that steps no more."""
     recorded = Recorded()
-    rates = {"weight": "lr.SGD.0"} if is_optimized else {}
+    rates = {"weight": "lr.SGD.0"}
     recorded.catalog.modules["model", "up"] = module_of("Linear", ("param", "grad"), frozen=("weight",), rates=rates)
     for step in range(100):
+        if goes_on or step <= last:
+            recorded.add(step, "", 0.1, site="scalar", name="lr.SGD.0")
         for path in ("up", "down")[step > last :]:
             recorded.add(step, path, noise(step), **OPTIMIZER, site="grad", is_probe=step > 5)
     found = said(recorded, NoGradient)
     what = "its last gradient was at step 9: its requires_grad is False"
     assert [(one.module_path, one.severity, one.what) for one in found] == [("up", Severity.NOTE, what)] * (
-        is_named and is_optimized
+        is_named and goes_on
     )
 
 

@@ -96,8 +96,8 @@ class NoGradient(StreakRule):
         """By root and path of a module with gradients of its output in training, whether one of them was not zero."""
         self._last = Memory()
         """By gradient and rank, the last step at which the gradient came."""
-        self._newest = 0
-        """The last step at which any gradient came."""
+        self._stepped: dict[tuple[str, int], int] = {}
+        """By learning rate and rank, the last step of its optimizer."""
         self._largest_loss, self._last_loss = Memory(0.0), Memory(0.0)
         """By loss and rank, the largest value, and the last one above zero."""
         self._largest_sum: dict[tuple[str, str], float] = {}
@@ -106,12 +106,15 @@ class NoGradient(StreakRule):
 
     def wants(self, key: SeriesKey) -> bool:
         is_gradient = key.site in self.sites and not key.name.endswith("indices")  # of a sparse gradient
-        return is_gradient or key.site == "grad_output" or key.is_loss
+        return is_gradient or key.site == "grad_output" or key.is_loss or key.is_rate
 
     def add(self, rows: Rows) -> Iterator[Finding]:
         recorded = rows.without_probe()
         self._note_sums(recorded)
         self._note_outputs(recorded)
+        rates = recorded.take(recorded.where("rate", attrgetter("is_rate"))).by_lane()
+        for lane, step in zip(rates.lanes[ends(rates.lanes)].tolist(), rates.steps[ends(rates.lanes)], strict=True):
+            self._stepped[self.catalog.key_of(lane).name, int(self.catalog.rank_of[lane])] = int(step)
         satisfied = self._satisfied_steps(recorded.take(recorded.where("loss", attrgetter("is_loss"))))
         params = recorded.take(recorded.at("param")).by_lane()
         self._num_params.sums(params.lanes, np.ones(len(params)))
@@ -124,7 +127,6 @@ class NoGradient(StreakRule):
             self._first_step = int(recorded.steps[is_grad][0])
         rows = rows.take(rows.at("grad"))
         self._last[rows.lanes] = rows.steps.astype(np.float64)  # in the order of the steps
-        self._newest = max(self._newest, int(rows.steps.max(initial=0)))
         rows = rows.take(np.nan_to_num(rows["nan_count"]) == 0).by_lane()  # a NaN does not prove that a gradient flows
         size = rows.over_chunks(rows["sum_sq"])
         self._num.sums(rows.lanes, np.ones(len(rows)))
@@ -334,12 +336,13 @@ class NoGradient(StreakRule):
         )
 
     def _is_frozen_since(self, lane: int) -> bool:
-        """Return whether a gradient came, and then no more, because its parameter was frozen in an optimizer."""
+        """Return whether a gradient came no more because its parameter was frozen, and its optimizer went on."""
         key = self.catalog.key_of(lane)
         module = self.catalog.modules.get((key.root, key.module_path))
-        if module is None or key.name not in module.frozen or key.name not in module.rates:
+        if module is None or key.name not in module.frozen:
             return False
-        return self._newest - self._last.of(lane) > max(_GONE_STEPS, _GONE * (self._newest - (self._first_step or 0)))
+        newest = self._stepped.get((module.rates.get(key.name, ""), int(self.catalog.rank_of[lane])), 0)
+        return newest - self._last.of(lane) > max(_GONE_STEPS, _GONE * (newest - (self._first_step or 0)))
 
     def _sum_of(self, root: str, path: str, otherwise: float) -> float:
         return self._largest_sum.get((root, path), otherwise)
