@@ -46,6 +46,8 @@ RULES: tuple[type[CheckRule], ...] = (
 """All rules that come with the recorder. A user may add others."""
 ENTRY_POINTS = "recorder.checks"
 """The group of entry points by which an installed package adds rules. Each entry point names one `CheckRule`."""
+_MOST = 1_000_000
+"""The most records, steps and the like that a threshold may ask for."""
 _OWN = "rule"
 """The key of the TOML tables that define a user's own rules."""
 _OWN_KEYS = ("name", "site", "module", "statistic", "above", "below", "records", "severity")
@@ -171,6 +173,10 @@ def _number(where: str, rule: type[CheckRule], setting: str, value: object) -> f
     number = _finite(value)
     if number is None:
         raise ConfigError(f"{where}: {value!r} is no number")
+    is_count = next(one for one in rule.settings if one.name == setting).is_count
+    may_be_negative = issubclass(rule, OwnThreshold) and not is_count
+    if (number < is_count and not may_be_negative) or (is_count and number > _MOST):
+        raise ConfigError(f"{where}: {value!r}: expected a number of {f'1 to {_MOST:,}' if is_count else '0 or more'}")
     return number
 
 

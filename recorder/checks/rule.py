@@ -39,6 +39,9 @@ class Severity(IntEnum):
         return self.name.lower()
 
 
+_COUNTED = {"records", "steps", "updates", "validations", "evaluations", "layers", "outputs", "ranks"}
+
+
 @dataclass(frozen=True, slots=True)
 class Setting:
     """A threshold of a rule."""
@@ -48,6 +51,11 @@ class Setting:
     unit: str
     source: str
     """The origin of the default: a publication, another tool, or a measurement."""
+
+    @property
+    def is_count(self) -> bool:
+        """Whether the threshold is a number of records, steps or the like."""
+        return not _COUNTED.isdisjoint(self.unit.replace(",", "").split()[:2])
 
 
 CALIBRATED = "calibrated on sound trainings"

@@ -147,6 +147,9 @@ OWN = {"name": "loud", "site": "output", "statistic": "absmax", "above": 2, "rec
         ({"rule": [OWN | {"above": True}]}, "one number, above or below"),
         ({"rule": [OWN, OWN | {"above": 3}]}, "no rule's name yet"),
         ({"spike": {"sigmas": 10**400}}, "is no number"),
+        ({"spike": {"sigmas": -1}}, "-1: expected a number of 0 or more"),
+        ({"spike": {"least": 0}}, "0: expected a number of 1 to 1,000,000"),
+        ({"spike": {"window": 10**9}}, "1000000000: expected a number of 1 to 1,000,000"),
     ],
 )
 def test_a_table_that_is_wrong_is_refused_with_the_nearest_name(wrong: dict[str, Any], message: str) -> None:

@@ -90,10 +90,14 @@ def test_an_error_is_exit_code_1(cli: Cli, recorded: Path) -> None:
 
 def test_what_is_not_judged_is_one_line_unless_it_is_asked_for(cli: Cli, trained: Path) -> None:
     unjudged = cli("check", trained, "--json").json["not_judged"]
-    lines = [line for line in cli("check", trained).out.splitlines() if " more rules can judge a run that has " in line]
+    lines = [
+        line
+        for line in cli("check", trained).out.splitlines()
+        if " more rules lack something that they judge by: " in line
+    ]
     assert len(unjudged) > 5 and len(lines) == 1
-    assert lines[0].startswith(f"{len(unjudged)} more rules can judge a run that has ")
-    assert " of them), " in lines[0] and lines[0].endswith("; --verbose names each")
+    assert lines[0].startswith(f"{len(unjudged)} more rules lack something that they judge by: ")
+    assert " rules), " in lines[0] and lines[0].endswith("; --verbose names each")
     told = cli("check", trained, "--verbose").out
     assert all(one["rule"] in told and one["why"] in told for one in unjudged)
     assert "not judged: width: needs --width RUN" in cli("check", trained, "--rule", "width").out

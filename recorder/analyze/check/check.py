@@ -606,9 +606,11 @@ def _wants(checked: Checked) -> str:
     needs = (_KEEP.search(one.setting) or _NEED.match(one.why) for one in checked.unjudged)
     counts = Counter(_OTHER if need is None else need[1] for need in needs)
     ordered = sorted(counts.items(), key=lambda item: (item[0] == _OTHER, -item[1]))
-    wants = ", ".join(f"{want} ({count})" for want, count in ordered[:_MAX_WANTS]).replace(")", " of them)", 1)
+    wants = ", ".join(f"{want} ({count})" for want, count in ordered[:_MAX_WANTS]).replace(
+        ")", " rules)" if ordered[0][1] > 1 else " rule)", 1
+    )
     wants += ", ..." if len(ordered) > _MAX_WANTS else ""
-    return f"{len(checked.unjudged)} more rules can judge a run that has {wants}"
+    return f"{len(checked.unjudged)} more rules lack something that they judge by: {wants}"
 
 
 def _reasons(unjudged: Sequence[Unjudged]) -> dict[str, list[str]]:

@@ -46,6 +46,7 @@ _SAME_LABELS, _ONE_CLASS = "the labels never change", "all labels of a batch are
 ALL_IGNORED = f"all labels are {IGNORED}, which the loss ignores"
 _RANKED = "; each stands for one of several candidates, of which the first may be right on purpose"
 _OF_SEVERAL = "; other losses of the same backward have other labels, as that of a domain beside that of a class"
+_DOMAIN = "nothing is wrong if these labels name what a whole batch is, such as its domain"
 _REPEATS = "the batch repeats that of "
 _AGAIN = f"{_REPEATS}1 record before, again and again"
 _NORMALISE = "subtract the mean of the inputs, and divide by their standard deviation"
@@ -206,7 +207,8 @@ class Data(CheckRule):
                 one = one._replace(severity=Severity.NOTE, advice=_MEANT)
         elif one.what == _SAME_LABELS:
             if is_meant:
-                one = one._replace(severity=Severity.NOTE)
+                more = _KEPT if is_kept and not changes else _WHOLE if is_whole else ""
+                one = one._replace(severity=Severity.NOTE, advice=_MEANT if more else one.advice)
             if self._are_of_episode(lane):
                 one = one._replace(severity=Severity.NOTE, advice=_EPISODE)
         elif one.what.startswith(_ONE_CLASS):
@@ -214,7 +216,7 @@ class Data(CheckRule):
             if self._are_ranked(lane):
                 one, more = one._replace(severity=Severity.NOTE), _RANKED
             elif one.what == _ONE_CLASS and root is not None and root.has_many_labels:
-                one, more = one._replace(severity=Severity.NOTE), _OF_SEVERAL
+                one, more = one._replace(severity=Severity.NOTE, advice=_DOMAIN), _OF_SEVERAL
         return one._replace(what=one.what + more)
 
     def _in_order(self) -> Iterator[Finding]:
