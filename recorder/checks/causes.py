@@ -10,13 +10,14 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 
 from ..sites import GRADIENTS
+from ..system.text import module_in_words
 from .rows import HARMLESS, Catalog
 from .rule import Finding, Severity
 from .rules.comparing import OTHER_RATE, is_effect_of_input
 from .rules.curves import RISEN
 from .rules.data import ALL_IGNORED, Data
 from .rules.losses import WRONG_SIGN
-from .rules.no_gradient import NO_GRADIENT
+from .rules.no_gradient import NO_GRADIENT, NO_INPUT
 from .rules.parameters import Unchanged
 from .rules.programs import PROGRAM_RULES, LossArgument
 from .rules.values import SKIPS
@@ -72,6 +73,12 @@ def _is_untrained(cause: Finding, one: Finding, first_seen: _Seen) -> bool:
     """Return whether the weight of a dead output never had a gradient, so that it stays as it began, such as zero."""
     is_sure = cause.severity > Severity.NOTE and cause.what.startswith(NO_GRADIENT)
     return is_sure and _is_same(cause, one, first_seen)
+
+
+def _has_no_input(cause: Finding, one: Finding, _: _Seen) -> bool:
+    """Return whether an input is zero in the module from which on gradients become zero."""
+    is_next = one.what.endswith(NO_INPUT) and cause.what.endswith(f" and {module_in_words(one.module_path)}")
+    return is_next and cause.root == one.root and _is_of_same_ranks(cause, one)
 
 
 def _is_unoptimized(cause: Finding, one: Finding, first_seen: _Seen) -> bool:
@@ -157,6 +164,7 @@ _LINKS: tuple[tuple[str, Callable[[Finding, Finding, _Seen], bool], tuple[str, .
     ("replica", _is_later, ("replica",)),
     ("no_gradient", _is_untrained, ("dead",)),
     ("no_gradient", _is_same, ("unchanged",)),
+    ("no_gradient", _has_no_input, ("no_gradient",)),
     ("unchanged", _is_later, ("loss",)),
     ("dead", _is_near, ("no_gradient", "vanishing")),
     ("saturated", _is_near, ("no_gradient", "vanishing")),

@@ -425,7 +425,7 @@ def test_after_trouble_statistics_of_three_steps_are_kept_thrice_a_run(
         for first, last in more
     ]
     assert recording.events("trouble") == said
-    assert [one for one in caplog.messages if "kept of steps" in one] == [f"rank 0: {text}" for text in said]
+    assert [one for one in caplog.messages if one.endswith("are kept, too")] == [f"rank 0: {text}" for text in said]
     texts = {check.text for check in checks_of(recording.run)}
     assert {f"event trouble (rank 0): {text}" for text in said} <= texts
     assert [(one["since"], one["until"]) for one in recording.manifest["commands"]] == more
@@ -949,7 +949,7 @@ def test_a_value_of_a_step_that_is_over_is_no_number_of_another_step(tmp_path: P
     """Another thread evaluates, and its call lasts from one step into the next."""
     entered, leave = threading.Event(), threading.Event()
 
-    class Waits(torch.nn.Module):
+    class Waits(nn.Module):
         def forward(self, given: torch.Tensor) -> torch.Tensor:
             if not torch.is_grad_enabled():
                 entered.set()
@@ -962,14 +962,15 @@ def test_a_value_of_a_step_that_is_over_is_no_number_of_another_step(tmp_path: P
 
     norms = []
     with flagged(tmp_path, "site=output,grad keep=probe") as recording:
-        model = torch.nn.Sequential(torch.nn.Linear(4, 4), Waits(), torch.nn.Linear(4, 2))
+        model = nn.Sequential(first := nn.Linear(4, 4), Waits(), nn.Linear(4, 2))
         optimizer = torch.optim.SGD(model.parameters(), 1e-3)
         for step in range(8):
             if step == 4:
                 (other := threading.Thread(target=evaluate)).start()
                 entered.wait()
             model(torch.full((2, 4), step + 1.0)).square().mean().backward()
-            norms.append(float(model[0].weight.grad.norm()))
+            assert first.weight.grad is not None
+            norms.append(float(first.weight.grad.norm()))
             optimizer.step()
             optimizer.zero_grad()
             if step == 4:

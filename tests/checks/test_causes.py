@@ -12,6 +12,7 @@ from recorder.checks.rows import About, Catalog, SeriesKey
 from recorder.checks.rule import Finding, Severity
 from recorder.checks.rules.data import ALL_IGNORED
 from recorder.checks.rules.losses import WRONG_SIGN
+from recorder.checks.rules.no_gradient import NO_INPUT
 
 PATHS = ("blocks.0.up", "blocks.0.act", "blocks.1.up", "blocks.1.act")
 
@@ -67,6 +68,17 @@ def test_a_dead_output_stops_the_gradients_before_it_and_beside_it_alone() -> No
     assert {one.module_path: bool(one.cause) for one in judged if one.rule == "no_gradient"} == {
         "blocks.0.up": True, "blocks.1.up": True, "head": False,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "is_next"), [("blocks.1.up", True), ("blocks.1.act", False)])
+def test_a_module_whose_input_is_zero_follows_from_the_place_where_gradients_become_zero(
+    path: str, is_next: bool
+) -> None:
+    cut = finding("no_gradient", 0, "blocks.0.up", since=0, name="weight")
+    cut = cut._replace(what=f"zero; it becomes zero between the outputs of 'blocks.0.up' and {path!r}")
+    after = finding("no_gradient", 0, "blocks.1.up", since=0, name="weight", what="zero" + NO_INPUT)
+    (judged,) = (one for one in with_causes([after, cut], catalog()) if one.module_path == "blocks.1.up")
+    assert judged.cause == (words_of(cut) if is_next else "")
 
 
 @pytest.mark.parametrize("severity", [Severity.WARNING, Severity.NOTE])

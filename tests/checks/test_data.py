@@ -290,7 +290,7 @@ def test_one_batch_at_every_step_may_be_full_batch_training(is_kept: bool) -> No
     assert judged(lambda step, rank: {"x": noise(min(step, 5))}) == [("x", "warning", False)]
     assert judged(lambda step, rank: {"x": noise(step % 3)}) == [("x", "warning", False)]
     signs = np.sign(noise(1))
-    assert judged(lambda step, rank: {"x": signs, "y": noise(1)}) == [("y", word, False)], "nothing tells x apart"
+    assert judged(lambda step, rank: {"x": signs, "y": noise(1)}) == [("y", word, is_kept)], "nothing tells x apart"
 
 
 def test_a_number_beside_a_batch_of_which_nothing_is_known_is_no_batch_that_repeats() -> None:

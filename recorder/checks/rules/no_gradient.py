@@ -47,9 +47,9 @@ _IS_FROZEN, _UNFREEZE = ": its requires_grad is False", "set its requires_grad t
 _WAS_FROZEN = "; its module had parameters whose requires_grad was False"
 _LATER_HAVE = "though modules that are called after it have"
 _CUT_OFF = "look for a detach, or a reentrant checkpoint of which no input requires a gradient"
-_NO_INPUT = ", and that of the bias is not: the input of the module is zero"
+NO_INPUT = "; that of the bias is not: the input of the module is zero"
 _MAKE_INPUT = "look at what makes the input of this module"
-_ENDS_IN = ", and so is that of the module's output: it becomes zero between the outputs of {} and {}"
+_ENDS_IN = "; it becomes zero between the outputs of {} and {}"
 _AT_END = (
     "look at what is computed between the two: a value that is constant, saturated or rounded passes no gradient on"
 )
@@ -313,7 +313,7 @@ class NoGradient(StreakRule):
         of_bias = [lane for lane, key in own.items() if (key.site, key.name) == ("grad", "bias")]
         is_affine = module is not None and ("Linear" in module.class_name or "Conv" in module.class_name)
         if is_affine and found.name == "weight" and any(self._num_zero.of(one) < self._num.of(one) for one in of_bias):
-            return found._replace(what=found.what + _NO_INPUT, advice=_MAKE_INPUT)
+            return found._replace(what=found.what + NO_INPUT, advice=_MAKE_INPUT)
         if len(params) > 1 and all(self._is_zero.of(lane) for lane in params):
             return found._replace(what=found.what + _FACTORS, advice=_BEGIN)
         order = dict.fromkeys(
