@@ -1,4 +1,4 @@
-"""``recorder run``, and launchers as torchrun, in which nothing is recorded. Imports no UI package and no torch."""
+"""``recorder run``, and the start in launchers such as torchrun. Imports no UI package and no torch."""
 
 from __future__ import annotations
 

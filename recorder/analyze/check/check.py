@@ -606,11 +606,10 @@ def _wants(checked: Checked) -> str:
     needs = (_KEEP.search(one.setting) or _NEED.match(one.why) for one in checked.unjudged)
     counts = Counter(_OTHER if need is None else need[1] for need in needs)
     ordered = sorted(counts.items(), key=lambda item: (item[0] == _OTHER, -item[1]))
-    wants = ", ".join(f"{want} ({count})" for want, count in ordered[:_MAX_WANTS]).replace(
-        ")", " rules)" if ordered[0][1] > 1 else " rule)", 1
-    )
-    wants += ", ..." if len(ordered) > _MAX_WANTS else ""
-    return f"{len(checked.unjudged)} more rules lack something that they judge by: {wants}"
+    wants = [f"{want} ({count})" for want, count in ordered[1:_MAX_WANTS]]
+    wants[:0] = [f"{want} ({counted(count, 'rule')})" for want, count in ordered[:1]]
+    wants += ["..."] * (len(ordered) > _MAX_WANTS)
+    return f"{len(checked.unjudged)} more rules lack something that they judge by: {', '.join(wants)}"
 
 
 def _reasons(unjudged: Sequence[Unjudged]) -> dict[str, list[str]]:
