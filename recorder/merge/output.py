@@ -191,7 +191,10 @@ def open_output(path: Path, run: Run, options: Mapping[str, Any]) -> Iterator[Ou
     manifest = _find_manifest(path, run)
     if manifest is not None:
         _check_same(path, manifest, identity)
-    path.mkdir(mode=_PRIVATE, parents=True, exist_ok=True)
+    try:
+        path.mkdir(mode=_PRIVATE, parents=True, exist_ok=True)
+    except OSError as error:
+        raise WriteError(f"{path}: cannot be made ({error.strerror}); name another directory with -o") from error
     with locked_folder(path, "merge"):
         if manifest is None and not create_manifest(
             _DISK, path / MERGE_MANIFEST, identity | {"path": str(run.path.absolute())}

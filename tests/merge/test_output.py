@@ -80,6 +80,12 @@ def test_a_file_and_a_broken_link_are_refused(tmp_path: Path) -> None:
     assert_refused(run, tmp_path / "broken", "a link that leads nowhere")
 
 
+def test_a_directory_below_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("precious")
+    run = make_small_run(tmp_path / "run")
+    assert_refused(run, tmp_path / "file" / "out", r"out: cannot be made \(Not a directory\); name another directory")
+
+
 def test_a_merge_manifest_of_somebody_else_is_refused(tmp_path: Path) -> None:
     run, out = make_small_run(tmp_path / "run"), tmp_path / "out"
     out.mkdir()
@@ -127,5 +133,5 @@ def test_a_directory_that_cannot_be_written_is_one_error(tmp_path: Path, monkeyp
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(out))
 
     monkeypatch.setattr(os, "mkdir", refuse)
-    with pytest.raises(OSError, match="Read-only file system"):
+    with pytest.raises(WriteError, match="Read-only file system"):
         merge_run(open_run(run), out)
