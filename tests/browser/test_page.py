@@ -90,7 +90,7 @@ def test_every_panel_is_drawn(open_page: Open, trained: Path) -> None:
     assert "no row of" not in opened.text("#panel-map > .note"), "'blocks' has no output, and has a row"
     assert opened.page.locator("#panel-lines .plot canvas").count() == 1
     assert opened.page.locator("#panel-top .track strong").all_inner_texts() == ["loss", "gradient norm"]
-    assert "of each rank: the ranks' gradients make no single ones (" in opened.text("#panel-top .tracks")
+    assert "of each rank: the ranks have gradients of their own (" in opened.text("#panel-top .tracks")
     assert opened.page.locator("#panel-ranks tbody tr").count() == 2
     assert "judges from 4 data-parallel ranks on" in opened.text("#panel-ranks .note")
     assert opened.page.locator("#panel-images canvas").count() == 4 + 6 + 3
@@ -1309,7 +1309,7 @@ def test_the_norm_of_gradients_has_a_line_for_each_rank_where_ranks_differ(open_
     opened = open_page(write_page(run, tmp_path / "r.html"))
     track = opened.page.locator("#panel-top .track", has_text="gradient norm")
     assert track.locator(".line-name").all_inner_texts() == ["rank 0", "rank 1"]
-    assert "of each rank: the ranks' gradients make no single ones" in track.inner_text()
+    assert "of each rank: the ranks have gradients of their own" in track.inner_text()
 
 
 def test_a_run_that_died_of_an_exception_says_so_and_its_ranks_in_words(open_page: Open, tmp_path: Path) -> None:

@@ -397,7 +397,7 @@ class Gaps {
       (step === null || inRanges(one.steps, step)) && (who === null || !one.ranks.length || inRanges(one.ranks, who)));
     if (gap) return ["not recorded", visible(gap.text)];
     if (kind === "global" && run.axes.global_steps !== null) return ["not made for this step of a large run"];
-    if (kind === "global" && reason) return ["the ranks' values make no single one", visible(reason)];
+    if (kind === "global" && reason) return ["the ranks have values of their own", visible(reason)];
     return ["not recorded: the rules do not ask for it here, or there was no such value"];
   }
 }

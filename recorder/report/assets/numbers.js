@@ -129,7 +129,7 @@ class NumbersPanel {
     const why = grads.map((one) => run.reasons.get(`${one.number} 1`) ?? run.reasons.get(`${one.number} 0`)).find(Boolean);
     return !grads.length ? "no gradient of a parameter was recorded (site=grad)" : !run.axes.statistics.includes("l2") ? "this page has no L2 norms (--statistics l2)" :
       !run.axes.has_global && run.axes.num_ranks > 1 ? "gradients of all ranks together are not made of a run with so many rows in a step" :
-        `the ranks' gradients make no single ones${why ? ` (${why})` : ""}`;
+        `the ranks have gradients of their own${why ? ` (${why})` : ""}`;
   }
   /** The norm of all ranks together, and of each rank whose norm is another; a rank alone has that of what it holds. */
   gradientNorm(run, isBeside) {
