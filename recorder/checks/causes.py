@@ -20,7 +20,7 @@ from .rules.losses import WRONG_SIGN
 from .rules.no_gradient import NO_GRADIENT, NO_INPUT
 from .rules.parameters import Unchanged
 from .rules.programs import PROGRAM_RULES, LossArgument
-from .rules.values import SKIPS
+from .rules.values import BY_PARAMETER, SKIPS
 
 _MAX_CAUSES = 100
 """The most findings of one rule that are considered as causes, the earliest first."""
@@ -99,6 +99,12 @@ def _are_skipped(cause: Finding, one: Finding, first_seen: _Seen) -> bool:
     return all(SKIPS in some.what for some in (cause, one)) and _is_later(cause, one, first_seen)
 
 
+def _has_spread(cause: Finding, one: Finding, first_seen: _Seen) -> bool:
+    """Return whether a value is not finite because its parameter is not, which an earlier gradient has made so."""
+    is_of_gradient = cause.site in GRADIENTS and cause.severity >= one.severity and BY_PARAMETER in one.what
+    return is_of_gradient and _is_of_root(cause, one, first_seen)
+
+
 def _is_unlabelled(cause: Finding, one: Finding, first_seen: _Seen) -> bool:
     """Return whether a finding is not earlier than labels that the loss ignores: the mean over no label is NaN."""
     return cause.what == ALL_IGNORED and _is_later(cause, one, first_seen)
@@ -155,6 +161,7 @@ _LINKS: tuple[tuple[str, Callable[[Finding, Finding, _Seen], bool], tuple[str, .
          "skipped"),
     ),
     ("nonfinite", _are_skipped, ("nonfinite",)),
+    ("nonfinite", _has_spread, ("nonfinite",)),
     ("data", _is_unlabelled, ("nonfinite", "unchanged")),
     ("skipped", _is_later, ("unchanged", "loss")),
     ("clipping", _is_later, ("unchanged", "loss", "vanishing")),

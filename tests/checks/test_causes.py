@@ -13,6 +13,7 @@ from recorder.checks.rule import Finding, Severity
 from recorder.checks.rules.data import ALL_IGNORED
 from recorder.checks.rules.losses import WRONG_SIGN
 from recorder.checks.rules.no_gradient import NO_INPUT
+from recorder.checks.rules.values import BY_PARAMETER
 
 PATHS = ("blocks.0.up", "blocks.0.act", "blocks.1.up", "blocks.1.act")
 
@@ -68,6 +69,16 @@ def test_a_dead_output_stops_the_gradients_before_it_and_beside_it_alone() -> No
     assert {one.module_path: bool(one.cause) for one in judged if one.rule == "no_gradient"} == {
         "blocks.0.up": True, "blocks.1.up": True, "head": False,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("site", "severity", "is_cause"),
+    [("grad_output", Severity.ERROR, True), ("grad_output", Severity.NOTE, False), ("output", Severity.ERROR, False)],
+)
+def test_a_parameter_that_a_gradient_made_nan_spreads_the_nan(site: str, severity: Severity, is_cause: bool) -> None:
+    first = finding("nonfinite", 80, "blocks.1.up", site=site, severity=severity)
+    after = finding("nonfinite", 90, "blocks.0.up", what=f"not finite{BY_PARAMETER}: weight", severity=Severity.ERROR)
+    assert causes(first, after)["nonfinite", 90, (0,)] == (words_of(first) if is_cause else "")
 
 
 @pytest.mark.parametrize(("path", "is_next"), [("blocks.1.up", True), ("blocks.1.act", False)])

@@ -27,6 +27,7 @@ from .data import ALL_IGNORED
 _MOST_SKIPPED = 20
 """The number of skipped steps that halve a scale of 2^16 to 1. Further halving cannot help."""
 
+BY_PARAMETER = ", and neither is a parameter of the module"
 SKIPS = "GradScaler skipped the update"
 """The words in a finding that say that its non-finite values changed no parameter."""
 
@@ -161,7 +162,7 @@ class NonFinite(CheckRule):
         if (params & is_bad).any() and key.site != "param":
             bad = rows.take(params & is_bad)
             names = [series[number].name for number in bad.series.tolist()]
-            what += f", and neither is a parameter of the module: {listed(list(dict.fromkeys(names)), 4)}"
+            what += f"{BY_PARAMETER}: {listed(list(dict.fromkeys(names)), 4)}"
             nans, infs = (np.nan_to_num(bad[count]).tolist() for count in ("nan_count", "inf_count"))
             least = ["at least " * one for one in is_open[params & is_bad].tolist()]
             counts = zip(names, least, nans, infs, strict=True)
