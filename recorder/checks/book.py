@@ -20,20 +20,21 @@ from .rule import CheckRule, ComparisonResult, Finding, Setting, Severity, Strea
 from .rules import (
     activations,
     comparing,
-    curves,
     data,
     evaluation,
     gradients,
+    leaps,
     losses,
     no_gradient,
     parameters,
     programs,
     updates,
+    validations,
     values,
 )  # fmt: skip
 
 RULES: tuple[type[CheckRule], ...] = (
-    values.NonFinite, values.Skipped, curves.Jump, curves.Spike, losses.LossStuck, losses.Overfitting,
+    values.NonFinite, values.Skipped, leaps.Jump, leaps.Spike, losses.LossStuck, validations.Overfitting,
     gradients.Vanishing, gradients.Exploding, no_gradient.NoGradient, parameters.Unchanged, updates.Update,
     programs.NotOptimized, programs.NotCleared, programs.LossArgument, programs.EvaluationMode,
     programs.BatchFirst, evaluation.EvaluationOutput,

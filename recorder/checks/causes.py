@@ -14,8 +14,8 @@ from ..system.text import module_in_words
 from .rows import HARMLESS, Catalog
 from .rule import Finding, Severity
 from .rules.comparing import OTHER_RATE, is_effect_of_input
-from .rules.curves import RISEN
 from .rules.data import ALL_IGNORED, Data
+from .rules.leaps import RISEN
 from .rules.losses import WRONG_SIGN
 from .rules.no_gradient import NO_GRADIENT, NO_INPUT
 from .rules.parameters import Unchanged

@@ -35,15 +35,16 @@ from .rows import Catalog
 from .rule import CheckRule, Finding
 from .rules.activations import Attention, Dead, Saturated
 from .rules.comparing import RunningStatistics
-from .rules.curves import Jump, Spike
 from .rules.data import Data, EmptyBatch
 from .rules.evaluation import EvaluationOutput
 from .rules.gradients import Exploding, Flip, Objectives, Vanishing
-from .rules.losses import LossStuck, Overfitting
+from .rules.leaps import Jump, Spike
+from .rules.losses import LossStuck
 from .rules.no_gradient import NoGradient
 from .rules.parameters import Initialisation, Unchanged
 from .rules.programs import PROGRAM_RULES, Clipping, EvaluationMode
 from .rules.updates import Update
+from .rules.validations import Overfitting
 from .rules.values import NonFinite, Skipped
 from .seen_steps import NO_RECORDS, KeptSteps, SeenStep, SeenSteps
 

@@ -21,7 +21,7 @@ from ..checks.causes import kind_of, with_causes
 from ..checks.live import judge_program
 from ..checks.rows import Catalog
 from ..checks.rule import Finding, Severity
-from ..checks.rules.curves import Jump, Spike
+from ..checks.rules.leaps import Jump, Spike
 from ..checks.rules.values import NonFinite
 from ..format.rundir import STATUS
 from ..sites import SITE_OF

@@ -16,15 +16,17 @@ from recorder.checks.rule import CheckRule, Finding, Severity
 from recorder.checks.rules import gradients as gradient_rules
 from recorder.checks.rules.activations import Attention, Dead, Saturated
 from recorder.checks.rules.comparing import OutlierRank, RunningStatistics
-from recorder.checks.rules.curves import CurveRule, Jump, Spike
+from recorder.checks.rules.curves import CurveRule
 from recorder.checks.rules.data import Data
 from recorder.checks.rules.evaluation import EvaluationOutput
 from recorder.checks.rules.gradients import Exploding, Flip, Objectives, Vanishing
-from recorder.checks.rules.losses import LossStuck, Overfitting
+from recorder.checks.rules.leaps import Jump, Spike
+from recorder.checks.rules.losses import LossStuck
 from recorder.checks.rules.no_gradient import NoGradient
 from recorder.checks.rules.parameters import Initialisation, Unchanged
 from recorder.checks.rules.programs import Clipping
 from recorder.checks.rules.updates import Update
+from recorder.checks.rules.validations import Overfitting
 from recorder.checks.rules.values import NonFinite, Skipped
 from recorder.sites import LABELS, UPDATE
 from tests.checks.rows import Recorded, module_of

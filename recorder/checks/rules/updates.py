@@ -29,8 +29,8 @@ from ..rows import (
     previous,
 )  # fmt: skip
 from ..rule import CALIBRATED, CheckRule, Finding, PartsRule, Setting, Severity, StreakRule
-from .curves import Recent
 from .gradients import is_weight
+from .leaps import Recent
 
 _LEAST_ELEMENTS = 16
 """The least number of elements of a weight that is judged. The statistics of fewer elements mean little."""
