@@ -278,9 +278,9 @@ class StreakRule(CheckRule):
                 self._lanes[one] = lane
             yield one
 
-    def with_detail(self, one: Finding, detail: str, what: str | None = None) -> Finding:
+    def with_detail(self, one: Finding, detail: str, what: str = "", advice: str = "") -> Finding:
         """Return a finding with a detail, and with other words. It may still become a note at the end of the run."""
-        found = one._replace(detail=detail, what=one.what if what is None else what)
+        found = one._replace(detail=detail, what=what or one.what, advice=advice or one.advice)
         if (lane := self._lanes.pop(one, None)) is not None:
             self._lanes[found] = lane
         return found

@@ -43,6 +43,10 @@ _MAX_SKIPPED = 10_000
 
 
 _NO_RATE = "its learning rate is 0,"
+_FALLEN, _TO_ZERO = "its learning rate has fallen to ", "0 from "
+_FALLEN_BELOW = 1e-6
+"""A learning rate below this part of the largest one moves no parameter of 32 bits."""
+_SCHEDULE = "look at the schedule of the learning rate, and whether it is stepped as often as it was made for"
 
 
 def _tells_skip(key: SeriesKey) -> bool:
@@ -118,16 +122,13 @@ class Unchanged(StreakRule):
             self._numel[params.lanes] = params["numel"]
             for one in super().add(rows.take(is_param)):
                 if self._has_gradient(one):
-                    rate = self._rate_at(one)
-                    was_zero = rate.startswith(_NO_RATE) and rate.endswith(" 0")
-                    what = f"{_NO_RATE} and the parameter does not change" if was_zero else one.what
-                    one = self.with_detail(one, "" if was_zero else rate, what)
+                    one = self._with_rate(one)
                     yield one._replace(advice=_OF_NARROW) if one.severity == Severity.NOTE else one
 
     def revised(self, one: Finding) -> Finding:
         """Make a finding a note if the learning rate was zero at first, and the parameter has moved since."""
         lane = self._lanes.get(one)
-        had_no_rate = one.what.startswith(_NO_RATE) or one.detail.startswith(_NO_RATE)
+        had_no_rate = one.what.startswith((_NO_RATE, _FALLEN + _TO_ZERO))
         if lane is None or self._streaks.length(lane) or not had_no_rate:
             return one
         module, rank = self.catalog.modules.get((one.root, one.module_path)), one.ranks[0] if one.ranks else -1
@@ -145,14 +146,20 @@ class Unchanged(StreakRule):
             largest = max(float(before.max(initial=0.0)), largest)
             self._rates[key] = rows.steps[start:end], rows["mean"][start:end], largest
 
-    def _rate_at(self, one: Finding) -> str:
-        """Return the learning rate of a parameter at the step of its finding, in words; empty if it is not known."""
+    def _with_rate(self, one: Finding) -> Finding:
+        """Say the learning rate of a parameter at the step of its finding, if it is known."""
         module, rank = self.catalog.modules.get((one.root, one.module_path)), one.ranks[0] if one.ranks else -1
         rates = self._rates.get((module.rates.get(one.name, ""), rank)) if module is not None else None
         if rates is None or not (end := int(np.searchsorted(rates[0], one.step, "right"))):
-            return ""
+            return one
         last, largest = float(rates[1][end - 1]), max(float(rates[1][:end].max()), rates[2])
-        return f"its learning rate is {number(last)}, and was at most {number(largest)}"
+        stays = "and the parameter does not change"
+        if not largest:
+            return self.with_detail(one, "", f"{_NO_RATE} {stays}")
+        if last < _FALLEN_BELOW * largest:
+            what = f"{_FALLEN}{number(last)} from {number(largest)}, {stays}"
+            return self.with_detail(one, "", what, _SCHEDULE)
+        return self.with_detail(one, f"its learning rate is {number(last)}, and was at most {number(largest)}")
 
     def judge(self, rows: Rows) -> tuple[Flags, Floats]:
         """Flag a parameter's record if it equals the previous record in all statistics, and there was a gradient then.
