@@ -75,7 +75,7 @@ class Engine:
     def finish(self) -> Verdict:
         """Judge the last step, and return the findings and the rules that could not judge. No rows may follow."""
         self._catalog.is_at_end = True
-        self.flush()
+        self._flush()
         self._catalog.is_at_end = False
         for rule in self._rules:
             if rule.name not in self._failed and not self._lacking[rule.name]:
@@ -83,11 +83,11 @@ class Engine:
                 self._revise(rule)
         return Verdict(self.take(), list(self._unjudged()), self._num_more)
 
-    def flush(self) -> None:
-        """Judge the last step at once. The caller knows that the step is complete."""
-        if self._pending:
-            self._feed(concatenate(self._pending))
-            self._pending = []
+    def add_complete(self, rows: Rows) -> None:
+        """Take the next rows, and judge all of them at once. The caller knows that the last step is complete."""
+        if len(rows):
+            self._pending.append(rows)
+            self._flush()
 
     def take(self) -> list[Finding]:
         """Return the findings since the last call of this method, the most severe first."""
@@ -95,6 +95,12 @@ class Engine:
         for some in self._findings.values():
             some.clear()
         return merged(findings)
+
+    def _flush(self) -> None:
+        """Judge all rows that have come, the last step's too."""
+        if self._pending:
+            self._feed(concatenate(self._pending))
+            self._pending = []
 
     def _feed(self, rows: Rows) -> None:
         self.last_step = int(rows.steps[-1])

@@ -231,8 +231,7 @@ class LiveChecks:
         if due:
             self._num_steps += len(due)
             self._kept.add(due)
-            self._engine.add(self._seen.rows_of(due, self.catalog, self._sites))
-        self._engine.flush()
+            self._engine.add_complete(self._seen.rows_of(due, self.catalog, self._sites))
         for finding in sorted(self._engine.take(), key=lambda one: order_of(one.step, one.site, one.rule)):
             self._on_finding(finding)
 

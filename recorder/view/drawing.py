@@ -360,8 +360,7 @@ class Drawing:
         if self._engine is None:
             self._catalog = rows.catalog
             self._engine = Engine(make_rules(self._rules, self._catalog, {}), self._catalog)
-        self._engine.add(rows.of_table(table))
-        self._engine.flush()
+        self._engine.add_complete(rows.of_table(table))
         self._found += self._engine.take()
 
     def _finish(self) -> None:
