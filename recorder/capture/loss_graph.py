@@ -160,7 +160,10 @@ def _is_of_terms(node: Any) -> bool:
 
 def _is_over_batch(node: Any) -> bool:
     """Return whether a node is a log_softmax of [N, C] over N. A square of similarities, [N, N], has no classes."""
-    made = _saved(node, "result") if kind_of(node) == "LogSoftmax" else None
+    kind, below = "LogSoftmax", _first_below(node)
+    if kind_of(node) == "Log" and below is not None:
+        kind, node = "Softmax", below
+    made = _saved(node, "result") if kind_of(node) == kind else None
     is_of_classes = made is not None and made.dim() == 2 and made.shape[0] != made.shape[1] > 1
     return is_of_classes and _dim_of(node) in (0, -2)
 

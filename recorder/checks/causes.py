@@ -15,6 +15,7 @@ from .rows import HARMLESS, Catalog
 from .rule import Finding, Severity
 from .rules.comparing import OTHER_RATE, is_effect_of_input
 from .rules.data import ALL_IGNORED, Data
+from .rules.gradients import ONE_ELEMENT
 from .rules.leaps import RISEN
 from .rules.losses import WRONG_SIGN
 from .rules.no_gradient import NO_GRADIENT, NO_INPUT
@@ -136,6 +137,11 @@ def _has_wrong_sign(cause: Finding, one: Finding, _: _Seen) -> bool:
     return WRONG_SIGN in cause.what and cause.root == one.root and _is_of_same_ranks(cause, one)
 
 
+def _passes_nothing(cause: Finding, one: Finding, _: _Seen) -> bool:
+    """Return whether the cause is a norm over one element, and a finding is on its model."""
+    return cause.what == ONE_ELEMENT and cause.root == one.root
+
+
 _LINKS: tuple[tuple[str, Callable[[Finding, Finding, _Seen], bool], tuple[str, ...]], ...] = (
     ("not_optimized", _is_same, ("unchanged", "no_gradient", "dead")),
     ("not_optimized", _is_unoptimized, ("loss",)),
@@ -173,6 +179,7 @@ _LINKS: tuple[tuple[str, Callable[[Finding, Finding, _Seen], bool], tuple[str, .
     ("no_gradient", _is_same, ("unchanged",)),
     ("no_gradient", _has_no_input, ("no_gradient",)),
     ("unchanged", _is_later, ("loss",)),
+    ("vanishing", _passes_nothing, ("vanishing", "no_gradient", "loss")),
     ("dead", _is_near, ("no_gradient", "vanishing")),
     ("saturated", _is_near, ("no_gradient", "vanishing")),
     ("no_gradient", _is_unlearnt, ("loss",)),

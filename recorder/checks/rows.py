@@ -128,6 +128,11 @@ class Catalog:
         module = self.modules.get((key.root, key.module_path))
         return "" if module is None else module.class_name
 
+    def rate_of(self, root: str, module_path: str, name: str) -> str:
+        """Return the name of the learning rate of a parameter, such as ``lr.AdamW.0``. Empty if it has none."""
+        module = self.modules.get((root, module_path))
+        return "" if module is None else module.rates.get(name, "")
+
     @property
     def parallel_roots(self) -> set[str]:
         """The models whose ranks are known to be data-parallel, because a wrapper was seen around them."""

@@ -39,6 +39,9 @@ def template(path: str) -> str:
     return ".".join("#" if part.isdecimal() else part for part in path.split("."))
 
 
+ONE_ELEMENT = "the norm is over one element: its output is its bias, whatever its input, and no gradient passes it"
+
+
 class Vanishing(StreakRule):
     """Gradients that get lost on their way from the loss to a weight.
 
@@ -70,6 +73,16 @@ class Vanishing(StreakRule):
         """Judge the gradients that are finite and not zero. The others do not show that a gradient is back."""
         rows = rows.take((np.nan_to_num(rows.rms) > 0) & (np.nan_to_num(rows["nan_count"]) == 0))
         yield from super().add(rows) if len(rows) else ()
+
+    def finish(self) -> Iterator[Finding]:
+        """Report the norms that pass no gradient on, because each of their samples is one element."""
+        yield from super().finish()
+        for lane in range(self.catalog.num_lanes):
+            key, shape = self.catalog.key_of(lane), self.catalog.about_of(lane).shape
+            is_norm = (key.site, key.name, shape) == ("grad", "weight", (1,))
+            if is_norm and "LayerNorm" in self.catalog.class_of(key):
+                one = self.finding(lane, 0, ONE_ELEMENT, "", 0.0, 0.0, since=0)
+                yield one._replace(advice="normalise over more elements, or leave the norm out")
 
     def judge(self, rows: Rows) -> tuple[Flags, Floats]:
         """Judge by the root mean square, alone and relative to the largest one of the same step and rank."""

@@ -46,6 +46,7 @@ NO_GRADIENT = "never had a gradient"
 _IS_FROZEN, _UNFREEZE = ": its requires_grad is False", "set its requires_grad to True, unless it is frozen on purpose"
 _WAS_FROZEN = "; its module had parameters whose requires_grad was False"
 _LATER_HAVE = "though modules that are called after it have"
+_OTHER_MODEL_HAS = "though another model of its optimizer has"
 _CUT_OFF = "look for a detach, or a reentrant checkpoint of which no input requires a gradient"
 NO_INPUT = "; that of the bias is not: the input of the module is zero"
 _MAKE_INPUT = "look at what makes the input of this module"
@@ -341,7 +342,8 @@ class NoGradient(StreakRule):
         module = self.catalog.modules.get((key.root, key.module_path))
         if module is None or key.name not in module.frozen:
             return False
-        newest = self._stepped.get((module.rates.get(key.name, ""), int(self.catalog.rank_of[lane])), 0)
+        rate = self.catalog.rate_of(key.root, key.module_path, key.name)
+        newest = self._stepped.get((rate, int(self.catalog.rank_of[lane])), 0)
         return newest - self._last.of(lane) > max(_GONE_STEPS, _GONE * (newest - (self._first_step or 0)))
 
     def _sum_of(self, root: str, path: str, otherwise: float) -> float:
@@ -350,7 +352,8 @@ class NoGradient(StreakRule):
     def _idle(self, having: Set[_Param]) -> dict[_Param, str]:
         """Return parameters that should have a gradient, because an optimizer has them, each with a further reason.
 
-        A module that is called before the first one with a gradient is cut off from the loss, as by a `detach`.
+        A module that is called before the first one with a gradient is cut off from the loss, as by a `detach`. So is
+        a model whose parameters never have one.
         """
         modules = self.catalog.modules.items()
         held = {(*of, name): rate.rpartition(".")[0] for of, one in modules for name, rate in one.rates.items()}
@@ -367,7 +370,9 @@ class NoGradient(StreakRule):
         lacking = {one for one in held if one not in having and one[:2] not in graphless}
         found = {one: "nor had any other parameter of its optimizer" for one in lacking if held[one] in of_idle}
         cut = {one for one in lacking - found.keys() if one[:2] in order and order[one[:2]] < firsts.get(one[0], -1)}
-        return found | dict.fromkeys(cut, _LATER_HAVE)
+        roots = {one[0] for one in having}
+        whole = {one for one in lacking - found.keys() if one[:2] in order and one[0] not in roots}
+        return found | dict.fromkeys(cut, _LATER_HAVE) | dict.fromkeys(whole, _OTHER_MODEL_HAS)
 
 
 def _alone(layers: list[list[_Param]], having: Set[_Param]) -> set[_Param]:

@@ -26,6 +26,7 @@ from ..rows import (
 )  # fmt: skip
 from ..rule import CALIBRATED, CheckRule, Finding, Setting, Severity, StreakRule
 from .gradients import is_weight, template
+from .updates import FADED, SCHEDULE
 
 _NARROW = ("bfloat16", "float16", "float8")
 """Types that round small updates away. This is expected and no mistake of the program."""
@@ -44,9 +45,6 @@ _MAX_SKIPPED = 10_000
 
 _NO_RATE = "its learning rate is 0,"
 _FALLEN, _TO_ZERO = "its learning rate has fallen to ", "0 from "
-_FALLEN_BELOW = 1e-6
-"""A learning rate below this part of the largest one moves no parameter of 32 bits."""
-_SCHEDULE = "look at the schedule of the learning rate, and whether it is stepped as often as it was made for"
 
 
 def _tells_skip(key: SeriesKey) -> bool:
@@ -131,8 +129,7 @@ class Unchanged(StreakRule):
         had_no_rate = one.what.startswith((_NO_RATE, _FALLEN + _TO_ZERO))
         if lane is None or self._streaks.length(lane) or not had_no_rate:
             return one
-        module, rank = self.catalog.modules.get((one.root, one.module_path)), one.ranks[0] if one.ranks else -1
-        rates = self._rates.get((module.rates.get(one.name, ""), rank)) if module is not None else None
+        rates = self._rates_of(one)
         if rates is None or not max(float(rates[1].max(initial=0.0)), rates[2]) > 0:
             return one
         return one._replace(severity=Severity.NOTE, what=f"{one.what}; it changes later")
@@ -146,19 +143,23 @@ class Unchanged(StreakRule):
             largest = max(float(before.max(initial=0.0)), largest)
             self._rates[key] = rows.steps[start:end], rows["mean"][start:end], largest
 
+    def _rates_of(self, one: Finding) -> tuple[Integers, Floats, float] | None:
+        """Return what is known of the learning rate of a finding's parameter, as an entry of `_rates`."""
+        rate = self.catalog.rate_of(one.root, one.module_path, one.name)
+        return self._rates.get((rate, one.ranks[0] if one.ranks else -1))
+
     def _with_rate(self, one: Finding) -> Finding:
         """Say the learning rate of a parameter at the step of its finding, if it is known."""
-        module, rank = self.catalog.modules.get((one.root, one.module_path)), one.ranks[0] if one.ranks else -1
-        rates = self._rates.get((module.rates.get(one.name, ""), rank)) if module is not None else None
+        rates = self._rates_of(one)
         if rates is None or not (end := int(np.searchsorted(rates[0], one.step, "right"))):
             return one
         last, largest = float(rates[1][end - 1]), max(float(rates[1][:end].max()), rates[2])
         stays = "and the parameter does not change"
         if not largest:
             return self.with_detail(one, "", f"{_NO_RATE} {stays}")
-        if last < _FALLEN_BELOW * largest:
+        if last <= FADED * largest:
             what = f"{_FALLEN}{number(last)} from {number(largest)}, {stays}"
-            return self.with_detail(one, "", what, _SCHEDULE)
+            return self.with_detail(one, "", what, SCHEDULE)
         return self.with_detail(one, f"its learning rate is {number(last)}, and was at most {number(largest)}")
 
     def judge(self, rows: Rows) -> tuple[Flags, Floats]:

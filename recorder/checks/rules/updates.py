@@ -43,6 +43,11 @@ _FRESH = 2
 """An Adam whose first update is at this step or before it has begun with the run. Its first update has full size."""
 _FALLEN, _RISEN, _AT_ONCE = 0.01, 0.1, 0.95
 """A learning rate at these parts of its top has fallen to almost nothing, has risen again, or is at its top."""
+FADED = 1e-5
+"""A learning rate at this part of its top moves hardly any weight of 32 bits."""
+_LASTING_STEPS, _LASTING = 20, 0.1
+"""Such a rate is found if it stays for so many steps, and for this part of all steps."""
+SCHEDULE = "look at the schedule of the learning rate, and whether it is stepped as often as it was made for"
 _STAIRS, _STAIR = 3, 5
 """A learning rate climbs stairs if it has risen so many times or more, each time after equally many steps: a _STAIR."""
 
@@ -68,8 +73,7 @@ class _Update(CheckRule):
 
     def _is_searched(self, key: SeriesKey) -> bool:
         """Whether a step of the parameter's optimizer is a search of many updates, as that of LBFGS is."""
-        module = self.catalog.modules.get((key.root, key.module_path))
-        return module is not None and module.rates.get(key.name, "").startswith("lr.LBFGS")
+        return self.catalog.rate_of(key.root, key.module_path, key.name).startswith("lr.LBFGS")
 
 
 class _Large(_Update, StreakRule):
@@ -230,7 +234,7 @@ class _Wave:
 class _Course(_Update):
     """What the course of a learning rate tells, on the lowest rank that has the rate."""
 
-    kind: ClassVar[type[_Wave | _Stairs]]
+    kind: ClassVar[type[_Wave | _Stairs | _Fade]]
 
     def set_up(self) -> None:
         self._courses: dict[int, Any] = {}
@@ -313,6 +317,47 @@ class _Climbing(_Course):
                 yield self.finding(lane, stairs.since, what, "", 0.0, 0.0, Severity.NOTE)
 
 
+@dataclass(eq=False, slots=True)
+class _Fade:
+    """A learning rate that may have fallen to almost nothing for good."""
+
+    first: int = -1
+    last: int = 0
+    rate: float = 0.0
+    top: float = 0.0
+    before: float = 0.0
+    """The last rate that was more than almost nothing."""
+    since: int = -1
+    """The first step of those with almost nothing; -1 if the rate is more."""
+
+    def add(self, step: int, rate: float) -> None:
+        self.first, self.last, self.rate = step if self.first < 0 else self.first, step, rate
+        self.top = max(self.top, rate)
+        if rate > FADED * self.top:
+            self.before, self.since = rate, -1
+        elif self.since < 0:
+            self.since = step
+
+    @property
+    def is_lasting(self) -> bool:
+        """Whether the rate fell step by step, unlike that of parameters that are frozen, and stays for long."""
+        is_fallen = self.since >= 0 and 0 < self.before < _RISEN * self.top
+        return is_fallen and self.last - self.since >= max(_LASTING_STEPS, _LASTING * (self.last - self.first))
+
+
+class _Fading(_Course):
+    """A learning rate that falls to almost nothing long before the end, as that of a schedule stepped too often."""
+
+    kind = _Fade
+    advice = SCHEDULE
+
+    def finish(self) -> Iterator[Finding]:
+        for lane, fade in self._courses.items():
+            if fade.is_lasting:
+                what = f"the learning rate has fallen to {number(fade.rate)} from {number(fade.top)}, and stays there"
+                yield self.finding(lane, fade.since, what, "", 0.0, 0.0, since=fade.since)
+
+
 class _Restless(_Update):
     """A model of which update after update moves all weights together by a large part of their norm."""
 
@@ -383,9 +428,9 @@ class _Starved(_Update):
 
     def _rate_of(self, key: SeriesKey) -> str:
         """Return the name of a learning rate, or of that of an update's parameter."""
-        module = self.catalog.modules.get((key.root, key.module_path))
-        held = module.rates.get(key.name, "") if module is not None and key.site in ("grad", UPDATE) else ""
-        return key.name if key.is_rate else held
+        if key.is_rate:
+            return key.name
+        return self.catalog.rate_of(key.root, key.module_path, key.name) if key.site in ("grad", UPDATE) else ""
 
     def add(self, rows: Rows) -> Iterator[Finding]:
         """Look at the updates by each learning rate, until one of them has the size that it should have."""
@@ -436,7 +481,7 @@ _OF_ADAM = re.compile(r"lr\.N?Adam(W)?\b").match
 
 
 class Update(_Update, PartsRule):
-    parts = (_Large, _Shrinking, _Uphill, _Waving, _Climbing, _Restless, _Starved)
+    parts = (_Large, _Shrinking, _Uphill, _Waving, _Climbing, _Fading, _Restless, _Starved)
     sites = (*_Update.sites, "grad")
     more_columns = ("absmax", "min", "max", "mean", "zero_count")
 

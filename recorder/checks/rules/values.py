@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import numpy as np
@@ -30,6 +31,10 @@ _MOST_SKIPPED = 20
 BY_PARAMETER = ", and neither is a parameter of the module"
 SKIPS = "GradScaler skipped the update"
 """The words in a finding that say that its non-finite values changed no parameter."""
+
+
+_DIVIDES_BY_EPS = re.compile(r"lr\.(N?Adam|RAdam|RMSprop|Adamax|Adagrad)").match
+_NO_EPS = "an eps of 1e-8 is 0 in float16, and the optimizer divides by it: keep the weights in float32, or raise eps"
 
 
 class NonFinite(CheckRule):
@@ -100,8 +105,7 @@ class NonFinite(CheckRule):
         """Return which rows are parameters of an optimizer, or outputs of modules whose such parameter is infinite."""
 
         def is_trained(key: SeriesKey) -> bool:
-            module = self.catalog.modules.get((key.root, key.module_path))
-            return key.site == "param" and module is not None and key.name in module.rates
+            return key.site == "param" and bool(self.catalog.rate_of(key.root, key.module_path, key.name))
 
         def place(row: int) -> tuple[int, int, str, str]:
             key = self.catalog.key_of(int(rows.lanes[row]))
@@ -197,7 +201,14 @@ class NonFinite(CheckRule):
         measure = "NaN and infinite elements" if nan and inf else "NaN elements" if nan else "infinite elements"
         measure += ", at least" * bool(is_open[index])
         found = self.finding(lane, step, what, measure, nan + inf, self.thresholds["elements"], severity)
-        return found._replace(detail=detail)
+        own = is_bad & (params | (rows.lanes == lane))
+        return found._replace(detail=detail, advice=_NO_EPS if self._has_no_eps(rows.take(own)) else found.advice)
+
+    def _has_no_eps(self, rows: Rows) -> bool:
+        """Return whether a row is of a parameter of float16 whose optimizer divides by a moment plus its eps."""
+        numbers = np.unique(rows.series[rows.at("param")]).tolist()
+        keys = [self.catalog.series[one] for one in numbers if self.catalog.about[one].dtype == "float16"]
+        return any(_DIVIDES_BY_EPS(self.catalog.rate_of(key.root, key.module_path, key.name)) for key in keys)
 
     def _objectives(self, rows: Rows, is_bad: Flags) -> str:
         """Name the objectives with non-finite values. Return an empty string if all objectives have some, or none."""

@@ -260,6 +260,8 @@ def _divergence(values: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
         (lambda y, c: nn.functional.nll_loss(y.softmax(1), c), "nll_loss expects log-probabilities, and gets"),
         (lambda y, c: nn.functional.nll_loss(y.softmax(1)[c > 1], c[c > 1]), "nll_loss expects log-probabilities, and"),
         (lambda y, c: nn.functional.nll_loss(y.log_softmax(0), c), "log_softmax over the samples of the batch"),
+        (lambda y, c: nn.functional.nll_loss(y.softmax(0).log(), c), "log_softmax over the samples of the batch"),
+        (lambda y, c: nn.functional.nll_loss(y.softmax(1).log(), c), ""),
         (lambda y, c: nn.functional.nll_loss((y @ y.T).log_softmax(0), torch.arange(8)), ""),
         (lambda y, c: _ctc(y[:, None].log_softmax(-1)), ""),
         (lambda y, c: _ctc(y[None].log_softmax(-1).transpose(0, 1)), ""),
@@ -788,6 +790,55 @@ def test_an_optimizer_whose_parameters_never_have_a_gradient_is_named(tmp_path: 
     assert {(one.root, one.severity, one.what) for one in findings} == {
         ("model", Severity.WARNING, "never had a gradient, nor had any other parameter of its optimizer")
     }
+
+
+@pytest.mark.parametrize("is_detached", [True, False])
+def test_a_model_without_a_gradient_is_named_beside_another_of_its_optimizer(tmp_path: Path, is_detached: bool) -> None:
+    torch.manual_seed(0)
+    body, head = nn.Sequential(nn.Linear(4, 3)), nn.Linear(3, 1)
+    with flagged(tmp_path, "site=grad,param,output keep=stats") as recording:
+        optimizer = torch.optim.Adam([*body.parameters(), *head.parameters()], lr=0.01)
+        for _ in range(6):
+            optimizer.zero_grad()
+            hidden = body(torch.randn(8, 4))
+            head(hidden.detach() if is_detached else hidden).square().mean().backward()
+            optimizer.step()
+    findings = check(recording.run, rules=["no_gradient"]).findings
+    what = "never had a gradient, though another model of its optimizer has"
+    assert {(one.root, one.module_path, one.severity, one.what) for one in findings} == (
+        {("model", "0", Severity.WARNING, what)} if is_detached else set()
+    )
+
+
+@pytest.mark.parametrize("num", [1, 8])
+def test_a_norm_over_one_element_is_the_cause_of_what_vanishes(tmp_path: Path, num: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, num), nn.LayerNorm(num), nn.Linear(num, 3))
+    with flagged(tmp_path, "site=grad,param,output,scalar keep=stats") as recording:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        for _ in range(30):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(torch.randn(16, 4)), torch.randint(3, (16,))).backward()
+            optimizer.step()
+    found = [one for one in check(recording.run).findings if not one.cause and one.severity is Severity.WARNING]
+    assert [(one.rule, one.module_path) for one in found] == [("vanishing", "3")] * (num == 1)
+    assert all("the norm is over one element" in one.what for one in found)
+
+
+@pytest.mark.parametrize(("dtype", "eps"), [("float16", 1e-8), ("float16", 1e-4), ("float32", 1e-8)])
+def test_an_eps_that_is_zero_in_float16_is_the_advice(tmp_path: Path, dtype: str, eps: float) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 3)).to(getattr(torch, dtype))
+    with flagged(tmp_path, "site=grad,param,output,scalar keep=stats") as recording:
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, eps=eps)
+        for step in range(8):
+            optimizer.zero_grad()
+            inputs = torch.randn(16, 4, dtype=getattr(torch, dtype)) * (math.inf if eps > 1e-8 and step == 5 else 1)
+            nn.functional.cross_entropy(model(inputs), torch.randint(3, (16,))).backward()
+            optimizer.step()
+    advice = [one.advice for one in check(recording.run, rules=["nonfinite"]).findings]
+    assert len(advice) == (dtype == "float16")
+    assert all(("an eps of 1e-8 is 0 in float16" in one) == (eps == 1e-8) for one in advice)
 
 
 @pytest.mark.parametrize(("rate", "is_found"), [(0.1, True), (0.003, False)])
