@@ -29,6 +29,8 @@ _SHAPES_ALONE = (
 _OUTPUTS = ("Addmm", "Slice", "Sigmoid", "Tanh", "Relu", "Softplus")
 """The kinds of nodes that make the outputs of a model."""
 _OF_DIFFERENCES = ("MseLoss", "SmoothL1Loss", "HuberLoss")
+_BOUNDED = ("Sigmoid", "Softmax", "Tanh", "Relu")
+"""The kinds of nodes whose results have bounds that labels may lie beyond."""
 _NEVER_NEGATIVE = (*_OF_DIFFERENCES, "NllLoss", "NllLoss2D", "BinaryCrossEntropy", "BinaryCrossEntropyWithLogits")
 _NO_REDUCTION, _MEAN = 0, 1
 """Autograd's numbers of a loss of each element, and of a loss that is a mean."""
@@ -77,14 +79,17 @@ def labels_below(loss: Any, *, is_first_enough: bool) -> tuple[torch.Tensor | No
 def _function(node: Any) -> str:
     """Return the name of the function of a loss, with its number of classes, and with how it adds up, if by no mean.
 
-    A weight of each element, which may be 0, counts as a loss by element.
+    A loss of differences from what a function returns that has bounds is ``MseLoss of Sigmoid``, for example. A weight
+    of each element, which may be 0, counts as a loss by element.
     """
     kind, reduction = kind_of(node), getattr(node, "_saved_reduction", _MEAN)
     if kind.startswith("BinaryCrossEntropy") and _saved(node, "weight") is not None:
         reduction = _NO_REDUCTION
     scores = _saved(node, "self") if kind == "NllLoss" else None
-    classes = "" if scores is None else f" of {scores.shape[-1]} classes"
-    return f"{kind}{classes}{_REDUCTIONS.get(reduction, '')}"
+    of = "" if scores is None else f" of {scores.shape[-1]} classes"
+    if kind in _OF_DIFFERENCES and (made := _behind_shapes(node)) is not None and kind_of(made) in _BOUNDED:
+        of = f" of {kind_of(made)}"
+    return f"{kind}{of}{_REDUCTIONS.get(reduction, '')}"
 
 
 def wrong_argument(loss: Any) -> tuple[str, Any] | None:
@@ -106,8 +111,7 @@ def wrong_argument(loss: Any) -> tuple[str, Any] | None:
         kind, below = kind_of(node), _first_below(node)
         if kind == "NllLoss" and below is not None and _is_over_batch(below):
             return "NllLoss of Batch", node
-        while below is not None and kind_of(below) in _SHAPES_ALONE:
-            below = _first_below(below)
+        below = _behind_shapes(node)
         if below is not None and kind_of(below) in _WRONG_BELOW.get(kind, ()):
             return f"{kind} of {kind_of(below)}", node
         if kind == "CtcLoss" and below is not None and _is_over_time(below, node):
@@ -272,6 +276,14 @@ def parameters_below(node: Any) -> set[int]:
 def _first_below(node: Any) -> Any:
     """Return the node of a function's first argument. None if the argument needs no gradient, or there is none."""
     return node.next_functions[0][0] if node.next_functions else None
+
+
+def _behind_shapes(node: Any) -> Any:
+    """Return the node that computed the elements of a function's first argument. None if no gradient goes there."""
+    below = _first_below(node)
+    while below is not None and kind_of(below) in _SHAPES_ALONE:
+        below = _first_below(below)
+    return below
 
 
 def kind_of(node: Any) -> str:

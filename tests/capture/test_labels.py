@@ -100,6 +100,9 @@ def test_they_are_found_below_sums_factors_and_scales(tmp_path: Path, loss_of: _
         (F.binary_cross_entropy_with_logits, "BinaryCrossEntropyWithLogits"),
         (F.smooth_l1_loss, "SmoothL1Loss"),
         (F.huber_loss, "HuberLoss"),
+        (lambda x, y: F.mse_loss(x.sigmoid(), y), "MseLoss of Sigmoid"),
+        (lambda x, y: F.huber_loss(x[:, None].tanh()[:, 0], y, reduction="sum"), "HuberLoss of Tanh summed"),
+        (lambda x, y: F.mse_loss(2 * x.sigmoid(), y), "MseLoss"),
     ],
 )
 def test_targets_of_other_losses_are_recorded(tmp_path: Path, loss_of: Any, name: str) -> None:

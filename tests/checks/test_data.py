@@ -445,18 +445,25 @@ def test_labels_far_from_zero_for_their_spread_are_a_note(mean: float, size: flo
         ("BinaryCrossEntropyWithLogits", 0, 1.1, None),
         ("MseLoss", 0, 255, None),
         ("", 0, 255, None),
+        ("MseLoss of Sigmoid", 0, 255, Severity.WARNING),
+        ("Add of HuberLoss of Tanh", 0, 255, Severity.WARNING),
+        ("MseLoss of Softmax by element", 0, 255, Severity.NOTE),
+        ("MseLoss of Relu", 0, 255, None),
+        ("MseLoss of Relu", -1, 255, None),
+        ("MseLoss of Relu", -200, 255, Severity.WARNING),
+        ("MseLoss of Tanh", -1, 1.4, None),
     ],
 )
-def test_labels_of_a_binary_cross_entropy_that_are_no_probabilities(
+def test_labels_beyond_the_bounds_of_what_they_are_compared_with(
     function: str, low: float, high: float, severity: Severity | None
 ) -> None:
     made = batches(
         lambda step, rank: {"x": noise(step), LABELS: np.where(noise(step, 1) > 0, high, low) * (1 - 1e-6 * step)}
     )
     made.catalog.modules["model", ""] = module_of("Net", ("input",), labels_of=function)
-    words = f"the labels of a binary cross-entropy are from {low} to {high}, and it expects probabilities, 0 to 1"
+    words = f"the labels are from {low} to {high}, and the "
     expected = [(0, words, severity)] * (severity is not None)
-    assert [(one.step, one.what, one.severity) for one in said(made, Data)] == expected
+    assert [(one.step, one.what[: len(words)], one.severity) for one in said(made, Data)] == expected
 
 
 def test_an_input_that_is_not_normalised_on_one_rank_alone_is_a_note_of_this_rank() -> None:

@@ -51,10 +51,21 @@ _REPEATS = "the batch repeats that of "
 _AGAIN = f"{_REPEATS}1 record before, again and again"
 _NORMALISE = "subtract the mean of the inputs, and divide by their standard deviation"
 _NORMALISE_LABELS = "subtract the mean of the labels, or begin with it as the bias of the last layer"
-_NO_PROBABILITIES = "the labels of a binary cross-entropy are from {} to {}, and it expects probabilities, 0 to 1"
-_SCALE_LABELS = "scale the labels to 0 and 1, as by dividing a mask by 255"
-_OVERSHOOT = 0.5
-"""How far labels may lie beyond 0 and 1, as of an image that was made larger by a bicubic interpolation."""
+_BEYOND = "the labels are from {} to {}, and {}"
+_INTO_RANGE = "scale the labels into this range, or leave out the function that gives the output its bounds"
+_BOUNDS = {
+    "BinaryCrossEntropy": (0.0, 1.0, "the binary cross-entropy expects probabilities, 0 to 1",
+                           "scale the labels to 0 and 1, as by dividing a mask by 255"),
+    " of Sigmoid": (0.0, 1.0, "the sigmoid of the output returns 0 to 1", _INTO_RANGE),
+    " of Softmax": (0.0, 1.0, "the softmax of the output returns 0 to 1", _INTO_RANGE),
+    " of Tanh": (-1.0, 1.0, "the tanh of the output returns -1 to 1", _INTO_RANGE),
+    " of Relu": (0.0, math.inf, "the ReLU of the output returns nothing below 0", _INTO_RANGE),
+}  # fmt: skip
+"""By a part of the function that has the labels: their least and largest sound value, why, and the advice."""
+_NO_BOUNDS = (-math.inf, math.inf)
+_OVERSHOOT, _FAR_BELOW = 0.5, 0.25
+"""How far labels may lie beyond, as of an image that was made larger by a bicubic interpolation; how far below they
+may lie in parts of the largest magnitude."""
 _INPUT_SIZE = "the input is not normalised; its mean is {} and its standard deviation {}"
 _LABELS_SIZE = "the labels are not normalised; their mean is {} and their standard deviation {}"
 _IN_ORDER = "shuffle the training set anew in each epoch; a DistributedSampler does so after its set_epoch(epoch)"
@@ -158,7 +169,7 @@ class Data(CheckRule):
         self._judge_size(firsts.without_probe(), is_label=False)
         self._judge_size(rows.take(is_label).without_probe().by_lane(), is_label=True)
         self._padding.add(rows.without_probe())
-        yield from self._beyond_probabilities(rows.take(is_label).without_probe().by_lane())
+        yield from self._beyond_bounds(rows.take(is_label).without_probe().by_lane())
         self._judge_labels(rows.take(is_label).by_lane())
         self._judge_flat(rows.without_probe().by_lane())
 
@@ -416,25 +427,25 @@ class Data(CheckRule):
         is_other = is_same & (rows["min"] != previous(rows.lanes, rows["min"], self._last_least))
         self._alike[rows.lanes[is_other]] = 1.0
 
-    def _beyond_probabilities(self, rows: Rows) -> Iterator[Finding]:
-        """Report labels of a binary cross-entropy that are no probabilities, so that the loss has no lower bound."""
-        is_judged = rows.where("of two classes", self._is_of_two_classes)
-        by_element = rows.where("by element", lambda key: self._labels_of(key).endswith(" by element"))
+    def _beyond_bounds(self, rows: Rows) -> Iterator[Finding]:
+        """Report labels that an output with bounds cannot reach, and labels that are no probabilities."""
+        functions = [self._labels_of(key) if key.name == sites.LABELS else "" for key in self.catalog.series]
+        parts = [next((part for part in _BOUNDS if part in one), "") for one in functions]
+        least, most = np.array([_BOUNDS.get(part, _NO_BOUNDS)[:2] for part in parts])[rows.series].T
+        by_element = np.array([one.endswith(" by element") for one in functions], np.bool_)[rows.series]
         low, high = rows["min"], rows["max"]
         # A program that takes the mean itself may leave out labels such as -1.
-        is_beyond = is_judged & (((low < -_OVERSHOOT) & ~by_element) | (high > 1 + _OVERSHOOT))
+        is_low = (low < least - np.maximum(_OVERSHOOT, _FAR_BELOW * rows["absmax"])) & ~by_element
+        is_beyond = is_low | (high > most + _OVERSHOOT)
         for index, _, _ in self._out_of_range.reached(rows.lanes, rows.steps, is_beyond, 1):
-            lane, step = int(rows.lanes[index]), int(rows.steps[index])
-            what = _NO_PROBABILITIES.format(number(float(low[index])), number(float(high[index])))
+            lane, step, part = int(rows.lanes[index]), int(rows.steps[index]), parts[int(rows.series[index])]
+            what = _BEYOND.format(number(float(low[index])), number(float(high[index])), _BOUNDS[part][2])
             severity = Severity.NOTE if by_element[index] else self.severity
-            yield self.finding(lane, step, what, "", 0.0, 0.0, severity)._replace(advice=_SCALE_LABELS)
+            yield self.finding(lane, step, what, "", 0.0, 0.0, severity)._replace(advice=_BOUNDS[part][3])
 
     def _labels_of(self, key: SeriesKey) -> str:
         root = self.catalog.modules.get((key.root, ""))
         return "" if root is None else root.labels_of
-
-    def _is_of_two_classes(self, key: SeriesKey) -> bool:
-        return "BinaryCrossEntropy" in self._labels_of(key) and key.name == sites.LABELS
 
     def _judge_labels(self, rows: Rows) -> None:
         """Look for labels, of several classes, that are those of the record before. The probe has their l2 alone."""
