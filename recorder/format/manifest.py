@@ -115,8 +115,8 @@ class RecordedModule:
     labels_of: str = ""
     """Of the first module: the function of the loss that has the labels, by autograd's name: ``NllLoss of 10 classes``
     or ``MseLoss`` where it is the whole loss, ``MseLoss of Sigmoid`` where it gets what a function with bounds returns,
-    ``Add of MseLoss`` where the loss is a sum, with ``summed`` or ``by element`` behind it where it takes no mean. Empty
-    if it is not known, or not always the same."""
+    ``Add of MseLoss`` where the loss is a sum, with ``summed`` or ``by element`` behind it where it takes no mean.
+    Empty if it is not known, or not always the same."""
     has_many_labels: bool = False
     """Of the first module: whether a loss was the sum of losses of several whole-numbered labels."""
     has_uneven_calls: bool = False
