@@ -24,6 +24,7 @@ from ..rows import (
     modules_of,
 )  # fmt: skip
 from ..rule import Finding, Setting, Severity, StreakRule, WaitingFindings
+from .accumulation import Accumulation
 from .gradients import template
 
 _LASTING = 0.1
@@ -79,6 +80,7 @@ class NoGradient(StreakRule):
     advice = "look for a detach, requires_grad=False, a layer that is not called, or units that are all dead"
 
     def set_up(self) -> None:
+        self._accumulation = Accumulation(self.catalog, self.finding)
         self._spells = Spells(weight=1e6)
         self._waiting = WaitingFindings(self._ended, [self._spells])
         self._num, self._num_zero = Memory(0.0), Memory(0.0)
@@ -107,11 +109,12 @@ class NoGradient(StreakRule):
 
     def wants(self, key: SeriesKey) -> bool:
         is_gradient = key.site in self.sites and not key.name.endswith("indices")  # of a sparse gradient
-        return is_gradient or key.site == "grad_output" or key.is_loss or key.is_rate
+        return is_gradient or self._accumulation.wants(key) or key.is_loss or key.is_rate
 
     def add(self, rows: Rows) -> Iterator[Finding]:
         recorded = rows.without_probe()
         self._note_sums(recorded)
+        self._accumulation.add(recorded)
         self._note_outputs(recorded)
         rates = recorded.take(recorded.where("rate", attrgetter("is_rate"))).by_lane()
         for lane, step in zip(rates.lanes[ends(rates.lanes)].tolist(), rates.steps[ends(rates.lanes)], strict=True):
@@ -294,6 +297,7 @@ class NoGradient(StreakRule):
                 what = f"its last gradient was at step {since}{_IS_FROZEN}"
                 found = self.finding(lane, since, what, "", 0.0, 0.0, Severity.NOTE, since=since)
                 yield found._replace(advice=_UNFREEZE)
+        yield from self._accumulation.finish()
         for found in self._waiting.finish():
             if found.root in zeroed:
                 found = found._replace(what=f"{found.what}, in all parameters of the model: {_ZEROED}", advice=_CLEAR)

@@ -810,6 +810,28 @@ def test_a_model_without_a_gradient_is_named_beside_another_of_its_optimizer(tmp
     )
 
 
+@pytest.mark.parametrize("name", ["cleared", "accumulated", "one batch", "now and then"])
+def test_gradients_that_are_cleared_between_the_backward_passes_of_an_update_are_named(
+    tmp_path: Path, name: str
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
+    rules = "site=grad,param,grad_output keep=stats; module='' site=input name=loss.labels keep=stats"
+    with flagged(tmp_path, rules) as recording:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        for step in range(6):
+            for part in range(1 if name == "now and then" and step == 3 else 3):
+                if not part or name != "one batch":  # as a step to the worst point near by (SAM)
+                    inputs, labels = torch.randn(16, 4), torch.randint(3, (16,))
+                if not part or name != "accumulated":
+                    optimizer.zero_grad()
+                nn.functional.cross_entropy(model(inputs), labels).backward()
+            optimizer.step()
+    found = check(recording.run, rules=["no_gradient"]).findings
+    what = "the update gets the gradients of the last of 3 backward passes alone: the others are cleared before"
+    assert [(one.step, one.module_path, one.what) for one in found] == [(0, "", what)] * (name == "cleared")
+
+
 @pytest.mark.parametrize("num", [1, 8])
 def test_a_norm_over_one_element_is_the_cause_of_what_vanishes(tmp_path: Path, num: int) -> None:
     torch.manual_seed(0)
