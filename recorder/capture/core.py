@@ -49,8 +49,6 @@ from ..records import (
 from ..sites import GRADIENT_OF, OF_CALLS, OF_PARAMETERS, PROGRAM_SITES
 from ..system.log import Events
 from ..system.processes import comes_from_signal_handler
-from .aliases import Aliases
-from .device_probe import TURNED, DeviceProbe, ProbedValue
 from .hooks.callbacks import RootCalls
 from .hooks.graph_rows import TapRows
 from .hooks.objectives import SharedTensors
@@ -66,8 +64,10 @@ from .local_values import (
     without_masked,
 )
 from .nonfinite import FirstNonFinite
-from .probe import MAX_COLUMNS, Probe, SeenBefore
-from .probed_groups import ProbedGroup
+from .parallel.aliases import Aliases
+from .probe.device_probe import TURNED, DeviceProbe, ProbedValue
+from .probe.probe import MAX_COLUMNS, Probe, SeenBefore
+from .probe.probed_groups import ProbedGroup
 from .program_values import Scalars, TapsByHand
 from .rule_commands import RuleCommands
 from .staging import copies

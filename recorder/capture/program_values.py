@@ -27,13 +27,13 @@ from ..records import SeenValue, StepPosition, ValuePlace
 from ..sites import CLIP_LIMIT, CLIP_NORM, EVALUATION_LOSS, LABELS, OBJECTIVE, is_validation_loss
 from ..system.processes import loaded
 from ..taps.graphs import in_functorch, is_traced, leave_uncompiled
-from .aliases import chunk_of_gradient, has_owner
 from .hooks.callbacks import CaptureForHooks, GradientArrives, watch_gradient
 from .hooks.given import SHIFT_STEPS
 from .hooks.objectives import SharedTensors
 from .hooks.root import Root
 from .local_values import UnsupportedKind, plain, requires_gradient
 from .loss_graph import children_of, is_negative, kind_of, labels_below, parameters_below, wrong_argument
+from .parallel.aliases import chunk_of_gradient, has_owner
 from .wrappers import Wrappers
 
 _ENGINE = "_engine_run_backward"

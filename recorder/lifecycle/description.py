@@ -24,10 +24,10 @@ import torch
 
 from ..capture.core import Capture
 from ..capture.hooks.root import Root
-from ..capture.marks import process_groups
 from ..capture.nonfinite import NonFiniteValue
-from ..capture.optimizer import OptimizerHooks
-from ..capture.topology import JobRank
+from ..capture.optimizers.optimizer_hooks import OptimizerHooks
+from ..capture.parallel.marks import process_groups
+from ..capture.parallel.topology import JobRank
 from ..config import Loaded
 from ..native import in_force
 from ..numerics.units import sides_of

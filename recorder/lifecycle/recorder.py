@@ -23,12 +23,12 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.optim import Optimizer
 
 from .. import config
-from ..capture import topology
 from ..capture.core import Capture
 from ..capture.hooks.callbacks import ROOTS
 from ..capture.hooks.module import MODULES
 from ..capture.hooks.root import Root
-from ..capture.marks import main_parameter
+from ..capture.parallel import topology
+from ..capture.parallel.marks import main_parameter
 from ..config import Loaded
 from ..format.manifest import EXCEPTION
 from ..observe import tree

@@ -18,9 +18,9 @@ from typing import Any
 from torch.optim import Optimizer
 
 from .. import native
-from ..capture import topology
 from ..capture.core import Capture
-from ..capture.optimizer import OptimizerHooks
+from ..capture.optimizers.optimizer_hooks import OptimizerHooks
+from ..capture.parallel import topology
 from ..capture.program_values import LossFinder
 from ..capture.staging.pool import Pool, default_capacity_bytes
 from ..config import Loaded

@@ -23,7 +23,7 @@ from ...observe.tree import Hook
 from ...records import Chunk, SeenValue, Staged, StepPosition, ValuePlace
 from ...system.log import Events
 from ...taps.graphs import leave_uncompiled
-from ..aliases import WRAPPED, Aliases, made_of, wrapped
+from ..parallel.aliases import WRAPPED, Aliases, made_of, wrapped
 from ..token_blocks import TokenBlocks
 from .given import GivenArguments
 

@@ -29,7 +29,7 @@ from ...system.text import listed
 from ...taps.instrument import has_scripted_tap
 from ...taps.module_taps import Where
 from ..local_values import is_dtensor
-from ..marks import main_parameter
+from ..parallel.marks import main_parameter
 from .callbacks import CaptureForHooks
 from .module import AfterForward, HookedModule
 from .parameter_rows import FsdpParameter

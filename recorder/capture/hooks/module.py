@@ -25,10 +25,10 @@ from ...rules import Rule
 from ...sites import CALL, GRADIENT_OF, LABELS, OF_CALLS, is_labels
 from ...taps.graphs import in_functorch, is_traced
 from ...taps.module_taps import is_tapped
-from ..aliases import Waiting, chunk_of_gradient, has_owner
 from ..local_values import is_dtensor, requires_gradient
-from ..marks import CutCalls, chunk_of_parameter, chunks_of_given, is_marked, split_of, tensor_ranks
-from ..topology import is_distributed
+from ..parallel.aliases import Waiting, chunk_of_gradient, has_owner
+from ..parallel.marks import CutCalls, chunk_of_parameter, chunks_of_given, is_marked, split_of, tensor_ranks
+from ..parallel.topology import is_distributed
 from .callbacks import NO_ROOM, CalledRoot, GradientArrives, NumberedHook, watch_argument_gradient, watch_gradient
 from .calls import record_call
 

@@ -24,7 +24,8 @@ from ...system.processes import comes_from_signal_handler
 from ...taps import module_taps
 from ...taps.instrument import has_tap, put_tap
 from ...taps.module_taps import Where
-from ..groups import (
+from ..local_values import mesh_of, requires_gradient
+from ..parallel.groups import (
     EXPERT,
     DataParallel,
     ModelParallel,
@@ -35,9 +36,8 @@ from ..groups import (
     stage_call,
     wrappers_around,
 )
-from ..local_values import mesh_of, requires_gradient
-from ..marks import CutCalls, cut_calls, cut_inside, marked_model_parallel, marked_ranks
-from ..topology import is_distributed
+from ..parallel.marks import CutCalls, cut_calls, cut_inside, marked_model_parallel, marked_ranks
+from ..parallel.topology import is_distributed
 from . import callbacks
 from .callbacks import CaptureForHooks, GradientSeen
 from .given import SHIFT_STEPS, GivenArguments

@@ -28,10 +28,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from .. import native
-from ..native import ITEMS_OF_THREAD, SAMPLED, ManyTensors
-from ..numerics.dtypes import ITEM_BYTES
-from ..records import (
+from ... import native
+from ...native import ITEMS_OF_THREAD, SAMPLED, ManyTensors
+from ...numerics.dtypes import ITEM_BYTES
+from ...records import (
     KEEP_FINGERPRINT,
     KEEP_PROBE,
     KEEP_STATS,
@@ -45,15 +45,15 @@ from ..records import (
     StepPosition,
     ValuePlace,
 )
-from ..sites import PROBE, UPDATE, may_mask, may_overflow
-from ..system.text import value_in_words
+from ...sites import PROBE, UPDATE, may_mask, may_overflow
+from ...system.text import value_in_words
+from ..local_values import DTYPES
 from .device_probe import DeviceProbe, NormsOnWay, ProbedValue, SeenOnDevice
-from .local_values import DTYPES
 from .probe_rows import StepNumbers, block_rows
 from .probed_groups import ProbedGroup
 
 if TYPE_CHECKING:
-    from .staging.measure import HostMeasure
+    from ..staging.measure import HostMeasure
 
 
 BLOCK_STEPS = 64
@@ -153,8 +153,8 @@ class Probe:
         """For each thread in a `learning` block, the values that were measured there."""
         self._began_s = 0.0
         self._plans: dict[tuple[torch.dtype, int], HostMeasure | None] = {}
-        from ..format.fingerprint import compiled_weights
-        from .staging.measure import host_measure, measure  # imported late, because these modules load pyarrow
+        from ...format.fingerprint import compiled_weights
+        from ..staging.measure import host_measure, measure  # imported late, because these modules load pyarrow
 
         self._host_measure, self._measure, self._weights = host_measure, measure, compiled_weights
 

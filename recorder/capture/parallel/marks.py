@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..observe.tree import innermost
-from ..records import Chunk
-from .local_values import compact, spec_of, written_ranks
+from ...observe.tree import innermost
+from ...records import Chunk
+from ..local_values import compact, spec_of, written_ranks
 from .topology import is_distributed
 
 _STATES = ("megatron.core.parallel_state", "deepspeed.utils.groups")

@@ -13,12 +13,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..native import MOVED_KINDS, SAMPLED, ManyTensors
-from ..records import StepPosition
-from .device_probe import ProbedValue
-from .local_values import DTYPES, are_ordinary
-from .probe import Probe, SeenAlone
-from .probed_groups import ProbedGroup, addresses, is_dense
+from ...native import MOVED_KINDS, SAMPLED, ManyTensors
+from ...records import StepPosition
+from ..local_values import DTYPES, are_ordinary
+from ..probe.device_probe import ProbedValue
+from ..probe.probe import Probe, SeenAlone
+from ..probe.probed_groups import ProbedGroup, addresses, is_dense
 
 
 class Updates:

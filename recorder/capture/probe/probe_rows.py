@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..records import ProbedSeries
-from ..sites import AT_LEAST
+from ...records import ProbedSeries
+from ...sites import AT_LEAST
 
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 _L2, _NUM_NAN, _NUM_INF, _NUMEL = range(4)

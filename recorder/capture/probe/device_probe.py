@@ -14,15 +14,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..records import Block, Chunk, LostError, Measured, Ready, StepPosition, ValuePlace
-from ..sites import AT_LEAST
-from .local_values import UnsupportedKind, merged_notes
+from ...records import Block, Chunk, LostError, Measured, Ready, StepPosition, ValuePlace
+from ...sites import AT_LEAST
+from ..local_values import UnsupportedKind, merged_notes
 
 if TYPE_CHECKING:
-    from .nonfinite import FirstNonFinite
-    from .staging.copies import Stager
-    from .staging.devices import DeviceNorms
-    from .staging.pool import Pool
+    from ..nonfinite import FirstNonFinite
+    from ..staging.copies import Stager
+    from ..staging.devices import DeviceNorms
+    from ..staging.pool import Pool
 
 TURNED = '{"turned":true}'
 """The note of a row that was recorded only because its value turned NaN or infinite."""

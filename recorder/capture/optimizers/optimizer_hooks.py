@@ -19,21 +19,21 @@ import torch
 from torch.amp.grad_scaler import GradScaler
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ..observe.selection import NOTHING
-from ..records import KEEP_PROBE, KEEP_TOKENS, StepPosition
-from ..taps.graphs import leave_uncompiled
-from .core import Capture
-from .hooks.module import StateTime
-from .hooks.parameter_rows import ModuleParameter, OriginalParameter, ParameterRows
-from .hooks.root import Root
+from ...observe.selection import NOTHING
+from ...records import KEEP_PROBE, KEEP_TOKENS, StepPosition
+from ...taps.graphs import leave_uncompiled
+from ..core import Capture
+from ..hooks.module import StateTime
+from ..hooks.parameter_rows import ModuleParameter, OriginalParameter, ParameterRows
+from ..hooks.root import Root
+from ..local_values import PLAIN, are_plain
+from ..parallel.marks import main_parameter
+from ..probe.probe import Probe
+from ..probe.probed_groups import ProbedGroup
+from ..wrappers import Wrappers, wrap_closure
 from .known_optimizers import KnownOptimizers, updating
-from .local_values import PLAIN, are_plain
-from .marks import main_parameter
-from .probe import Probe
-from .probed_groups import ProbedGroup
 from .update_looks import IDLE_UPDATES, UpdateLooks, parameters_of
 from .updates import Updates
-from .wrappers import Wrappers, wrap_closure
 
 _MAX_PROBED = 64
 _FIRST_PARAMETERS = 16

@@ -16,9 +16,9 @@ from typing import NamedTuple
 import torch
 from torch.optim.optimizer import Optimizer
 
-from ..taps.graphs import is_traced
-from .core import Capture
-from .hooks.inventory import Optimized
+from ...taps.graphs import is_traced
+from ..core import Capture
+from ..hooks.inventory import Optimized
 
 IDLE_UPDATES = 2
 """After so many updates of an optimizer without a gradient, models to record are searched again."""
