@@ -27,7 +27,8 @@ from ...taps.graphs import in_functorch, is_traced
 from ...taps.module_taps import is_tapped
 from ..local_values import is_dtensor, requires_gradient
 from ..parallel.aliases import Waiting, chunk_of_gradient, has_owner
-from ..parallel.marks import CutCalls, chunk_of_parameter, chunks_of_given, is_marked, split_of, tensor_ranks
+from ..parallel.cut_calls import CutCalls
+from ..parallel.marks import chunk_of_parameter, chunks_of_given, is_marked, split_of, tensor_ranks
 from ..parallel.topology import is_distributed
 from .callbacks import NO_ROOM, CalledRoot, GradientArrives, NumberedHook, watch_argument_gradient, watch_gradient
 from .calls import record_call

@@ -25,6 +25,7 @@ from ...taps import module_taps
 from ...taps.instrument import has_tap, put_tap
 from ...taps.module_taps import Where
 from ..local_values import mesh_of, requires_gradient
+from ..parallel.cut_calls import CutCalls, cut_calls, cut_inside
 from ..parallel.groups import (
     EXPERT,
     DataParallel,
@@ -36,7 +37,7 @@ from ..parallel.groups import (
     stage_call,
     wrappers_around,
 )
-from ..parallel.marks import CutCalls, cut_calls, cut_inside, marked_model_parallel, marked_ranks
+from ..parallel.marks import marked_model_parallel, marked_ranks
 from ..parallel.topology import is_distributed
 from . import callbacks
 from .callbacks import CaptureForHooks, GradientSeen
