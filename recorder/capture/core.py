@@ -50,9 +50,9 @@ from ..sites import GRADIENT_OF, OF_CALLS, OF_PARAMETERS, PROGRAM_SITES
 from ..system.log import Events
 from ..system.processes import comes_from_signal_handler
 from .hooks.callbacks import RootCalls
-from .hooks.graph_rows import TapRows
 from .hooks.objectives import SharedTensors
 from .hooks.root import Root
+from .hooks.tap_rows import TapRows, TapsByHand
 from .local_values import (
     DTYPES,
     Inner,
@@ -68,8 +68,8 @@ from .parallel.aliases import Aliases
 from .probe.device_probe import TURNED, DeviceProbe, ProbedValue
 from .probe.probe import MAX_COLUMNS, Probe, SeenBefore
 from .probe.probed_groups import ProbedGroup
-from .program_values import Scalars, TapsByHand
 from .rule_commands import RuleCommands
+from .scalars import Scalars
 from .staging import copies
 from .staging.pool import GRAIN_BYTES, Pool, PoolBlock, RingMemory
 from .token_blocks import TokenBlocks, is_whole
