@@ -398,7 +398,8 @@ class Capture:
         _, dtypes, numels, shapes, origins, phases, scopes, chunks, notes = zip(*values, strict=True)
         shapes, names = tuple(map(_as_tuple, shapes)), [DTYPES[dtype] for dtype in dtypes]
         try:
-            measured = (self.probe or self._begin_probe()).measure_together(tensors, numels, names, shapes, keeps)
+            on_host = (self.probe or self._begin_probe()).on_host
+            measured = on_host.measure_together(tensors, numels, names, shapes, keeps)
         except BaseException:
             block.release()
             self._count_drop("hook_error", num)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from recorder.analyze.first.first import first
-from recorder.capture.probe.probe import BLOCK_STEPS
+from recorder.capture.probe.probe_rows import BLOCK_STEPS
 from recorder.capture.staging.devices import DeviceNorms
 from recorder.config import DEFAULT_RULES
 from tests.capture.staging.fake_device import FakeDevice, fake_gpu

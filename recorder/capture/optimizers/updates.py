@@ -107,7 +107,7 @@ class Updates:
 
     def _sample(self, moment: StepPosition | None = None) -> None:
         """Sample the parameters. If a `moment` is given, give the probe the differences from the last sample."""
-        tensors, before, kernels = self._tensors, self._before, self._probe.kernels
+        tensors, before, kernels = self._tensors, self._before, self._probe.on_host.kernels
         if self._many is not None and kernels is not None:
             if not isinstance(before, np.ndarray):
                 before = self._before = np.zeros(sum(min(one.numel, SAMPLED) for one in self._values))
