@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from .. import config
 from ..capture.core import Capture
 from ..capture.hooks.callbacks import ROOTS
-from ..capture.hooks.module import MODULES
+from ..capture.hooks.module_hooks import MODULES
 from ..capture.hooks.root import Root
 from ..capture.parallel import topology
 from ..capture.parallel.marks import main_parameter
@@ -160,8 +160,8 @@ class Recorder:
             args = moved[0]
             kwargs.update(moved[1])  # in place, because the call goes on with this very dict
         watch = None if has_hooks else next((w for w in root.modules if w.module() is module), None)
-        if watch is not None and watch.pre_hook is not None:
-            watch.pre_hook(module, args, kwargs)
+        if watch is not None and watch.hooks.pre_hook is not None:
+            watch.hooks.pre_hook(module, args, kwargs)
         return args if moved is not None else None
 
     def _root_for(self, module: nn.Module) -> Root:

@@ -17,7 +17,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import recorder
-from recorder.capture.hooks.module import MODULES, HookedModule
+from recorder.capture.hooks.module import HookedModule
+from recorder.capture.hooks.module_hooks import MODULES
 from recorder.capture.hooks.root import Root
 from recorder.capture.optimizers.optimizer_hooks import OptimizerHooks
 from recorder.observe.clock import Clock, RootClock

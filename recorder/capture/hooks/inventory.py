@@ -31,7 +31,8 @@ from ...taps.module_taps import Where
 from ..local_values import is_dtensor
 from ..parallel.marks import main_parameter
 from .callbacks import CaptureForHooks
-from .module import AfterForward, HookedModule
+from .module import HookedModule
+from .module_hooks import AfterForward
 from .parameter_rows import FsdpParameter
 
 _KEPT = (

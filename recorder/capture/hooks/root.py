@@ -364,7 +364,7 @@ class Root:
         """Apply new rules to the modules that they select. Called between two steps."""
         for modules in self._with_hooks.values():
             for hooked in modules:
-                hooked.wake()
+                hooked.hooks.wake()
         self._resting.clear()
         for hooked in self.modules:
             if hooked.is_meant_by(rules):
@@ -463,7 +463,7 @@ class Root:
             if self.data_parallel is None and (outermost := self.module()) is not None:
                 self._learn_groups(outermost)
             for hooked in self.modules:
-                hooked.stay_last()
+                hooked.hooks.stay_last(hooked.module())
         self.num_calls += 1
         if torch.is_grad_enabled():
             self.capture.has_seen_forward = True
@@ -603,7 +603,7 @@ class Root:
             # call.
             self._resting.add(rule_sets)
             for hooked in modules:
-                (hooked.rest if is_idle else hooked.wake)()
+                (hooked.hooks.rest if is_idle else hooked.hooks.wake)()
             if not is_idle:
                 self._resting.discard(rule_sets)
 
@@ -613,7 +613,7 @@ class Root:
         for handle in self._handles:
             handle.remove()
         for hooked in self.modules:
-            hooked.remove()
+            hooked.hooks.remove()
         for reference in self._own_taps:
             if (module := reference()) is not None:
                 module_taps.remove(module)
