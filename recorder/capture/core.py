@@ -50,9 +50,7 @@ from ..sites import GRADIENT_OF, OF_CALLS, OF_PARAMETERS, PROGRAM_SITES
 from ..system.log import Events
 from ..system.processes import comes_from_signal_handler
 from .hooks.callbacks import RootCalls
-from .hooks.objectives import SharedTensors
 from .hooks.root import Root
-from .hooks.tap_rows import TapRows, TapsByHand
 from .local_values import (
     DTYPES,
     Inner,
@@ -68,8 +66,10 @@ from .parallel.aliases import Aliases
 from .probe.device_probe import TURNED, DeviceProbe, ProbedValue
 from .probe.probe import MAX_COLUMNS, Probe, SeenBefore
 from .probe.probed_groups import ProbedGroup
+from .program_values.objectives import SharedTensors
+from .program_values.scalars import Scalars
+from .program_values.tap_rows import TapRows
 from .rule_commands import RuleCommands
-from .scalars import Scalars
 from .staging import copies
 from .staging.pool import GRAIN_BYTES, Pool, PoolBlock, RingMemory
 from .token_blocks import TokenBlocks, is_whole
@@ -150,7 +150,6 @@ class Capture:
         self.scalars = Scalars(self, self.roots)
         self.add_evaluation: Callable[[Any, str], None] = self.scalars.add_evaluation
         self.returned: Callable[[str, str, Any], None] = self.scalars.returned
-        self.taps_by_hand = TapsByHand(self, self.roots, self.objectives)
         self.rule_commands = RuleCommands(
             settings.rules, selection=self.selection, clock=self.clock, roots=self.roots, taps=self.tap_rows
         )

@@ -38,7 +38,7 @@ from ..rules import EVERY, Rule, Schedule, ring_window
 from ..sites import OF_CALLS
 from ..system.text import listed
 from .hooks.root import Root
-from .hooks.tap_rows import TapRows
+from .program_values.tap_rows import TapRows
 
 _MORE_STEPS, _MOST_TROUBLES = 3, 3
 """The number of steps for which trouble makes the rules keep more, and how often this may happen in a run."""

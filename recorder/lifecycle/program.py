@@ -43,7 +43,7 @@ class ProgramCalls:
             if (capture := self._recorder.capture) is None:
                 self._came_early("tap", name)
             else:
-                capture.taps_by_hand.record(name, tensor, self._calling_module())
+                capture.tap_rows.record_by_hand(name, tensor, self._calling_module())
         except Exception as error:
             self._failed(f"tap {_shown(name)}", error)
 

@@ -58,6 +58,8 @@ _SEARCH_EVERY = 16
 """The number of steps from one search to the next. A step with unknown parameters starts a search, too."""
 _LAST_S = 5.0
 """The seconds for which the writer may go on after the third interrupt."""
+_MOST_SETS = 16
+"""The most data loaders whose numbers of samples the manifest has, of those that give all samples in one batch."""
 _NUM_TRIES = 3
 """The number of attempts to end the recording when interrupts break it off."""
 
@@ -181,7 +183,7 @@ class Recorder:
             return root
         root = self.add_root(model, None)
         if whole_sets:
-            root.inventory.note_whole_sets(whole_sets)
+            root.notes.note(whole_sets=whole_sets[:_MOST_SETS])
         return root
 
     def _stop_for_rules(self, module: nn.Module) -> None:

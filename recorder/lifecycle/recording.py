@@ -19,9 +19,9 @@ from torch.optim import Optimizer
 
 from .. import native
 from ..capture.core import Capture
-from ..capture.loss_finder import LossFinder
 from ..capture.optimizers.optimizer_hooks import OptimizerHooks
 from ..capture.parallel import topology
+from ..capture.program_values.loss_finder import LossFinder
 from ..capture.staging.pool import Pool, default_capacity_bytes
 from ..config import Loaded
 from ..format.commands import PAUSE, RESUME, SET, UNDO

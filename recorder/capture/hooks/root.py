@@ -42,9 +42,10 @@ from ..parallel.topology import is_distributed
 from . import callbacks
 from .callbacks import CaptureForHooks, GradientSeen
 from .given import SHIFT_STEPS, GivenArguments
-from .inventory import Inventory, ids_of
+from .inventory import Inventory
 from .jitter import JitterInputs, add_jitter
 from .module import HookedModule, StateTime
+from .module_facts import ids_of
 from .parameter_rows import (
     FlatParameter,
     FsdpParameter,
@@ -53,6 +54,7 @@ from .parameter_rows import (
     find_zero_parameters,
     meshes_of_flat,
 )
+from .training_notes import TrainingNotes
 
 _Flat = TypeVar("_Flat", bound=FlatParameter)
 
@@ -222,6 +224,7 @@ class Root:
         self._add_hooks(module, nodes)
         self.flats = self._find_flats(module)
         self.inventory.describe(nodes, self.flats)
+        self.notes = TrainingNotes(self.inventory, self.modules, self.module_at, nodes)
 
     def _find_flats(self, module: nn.Module) -> list[FsdpParameter]:
         modules = {hooked.node_path: hooked for hooked in self.modules}
@@ -265,10 +268,11 @@ class Root:
         """Remove the hooks, and put hooks on the modules that the model has now."""
         module = self.module()
         if module is not None:
-            before = self.inventory
+            before, is_validated = self.inventory, self.notes.is_validated_in_training
             self.remove()
             self._install(module)
             self.inventory.go_on_from(before)
+            self.notes.is_validated_in_training = is_validated
 
     def has_grown(self) -> bool:
         """Whether the model has modules that it did not have when hooks were put on the model."""
@@ -455,10 +459,10 @@ class Root:
             is_stage=stage is not None,
         )
         if self.clock.is_called_unevenly:
-            self.inventory.note_uneven_calls()
-        is_corrected = self.inventory.is_validated_in_training and self.clock.has_evaluated
+            self.notes.note_once("has_uneven_calls")
+        is_corrected = self.notes.is_validated_in_training and self.clock.has_evaluated
         if is_corrected or self.clock.num_graphless == _LIKE_VALIDATION:
-            self.inventory.look_at_validation(self.clock)
+            self.notes.look_at_validation(self.clock, self.capture.clock.step)
         if self.num_calls < _MAX_LATE_LOOKS:
             if self.data_parallel is None and (outermost := self.module()) is not None:
                 self._learn_groups(outermost)

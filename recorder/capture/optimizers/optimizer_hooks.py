@@ -307,14 +307,14 @@ class OptimizerHooks:
         }
         self.known.has_noted_rates = True
         for root in self._capture.roots:
-            root.inventory.note_rates(rates)
+            root.notes.note_rates(rates)
 
     def note_unstepped(self) -> None:
         """Note the parameters of all optimizers if none has stepped. Called at the end, and may wait for a device."""
         if not self.num_steps and self._active is None and self.looks.are_unmoved():
             self._note_rates()
             for root in self._capture.roots:
-                root.inventory.note_unstepped(self._capture.clock.step)
+                root.notes.note_unstepped(self._capture.clock.step)
 
     def _record_rates(self, optimizer: Optimizer) -> None:
         name = self.known.name_of(optimizer)

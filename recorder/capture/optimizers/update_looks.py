@@ -18,7 +18,7 @@ from torch.optim.optimizer import Optimizer
 
 from ...taps.graphs import is_traced
 from ..core import Capture
-from ..hooks.inventory import Optimized
+from ..hooks.training_notes import Optimized
 
 IDLE_UPDATES = 2
 """After so many updates of an optimizer without a gradient, models to record are searched again."""
@@ -244,7 +244,8 @@ class UpdateLooks:
         if is_anew != self._is_anew:
             self._is_anew = is_anew
             for root in self._capture.roots:
-                root.inventory.note_anew(type(optimizer).__name__, self._capture.clock.step if is_anew else None)
+                since = self._capture.clock.step if is_anew else None  # None: they are not made anew any more
+                root.notes.note(optimizer_anew=type(optimizer).__name__, optimizer_anew_since=since)
 
     def before_update(self, optimizer: Optimizer, *, is_counting: bool, live: Callable[[], list[Optimizer]]) -> None:
         """At some steps, note parameters without an optimizer, modules in evaluation mode, and uncleared gradients.
@@ -258,7 +259,7 @@ class UpdateLooks:
         is_copied = last is not None and last.has_stood is not False and last.stands_uncleared()
         if last is not None and (is_copied or last.has_stood_through):
             for root in capture.roots:
-                root.inventory.note_uncleared(last.parameter(), capture.clock.step, is_copied)
+                root.notes.note_uncleared(last.parameter(), capture.clock.step, is_copied)
         self._last_gradients = {key: one.after_other_step() for key, one in list(self._last_gradients.items())}
         if is_counting:
             num, roots = capture.clock.num_optimizer_steps, [root for root in capture.roots if root.clock.is_trained]
@@ -304,6 +305,6 @@ class UpdateLooks:
             if root.thread in (None, threading.get_ident()):
                 is_before = 0 < root.last_call < last_common
                 feeds_trained = ids.isdisjoint(trained) and 0 < root.last_call < last_trained
-                root.inventory.look_at_update(
+                root.notes.look_at_update(
                     optimized, capture.clock.step, root.clock.is_trained, is_before, feeds_trained
                 )

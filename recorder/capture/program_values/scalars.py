@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..observe.selection import NOTHING, scalar_keep
-from ..observe.tree import tensor_leaves
-from ..records import SeenValue, StepPosition, ValuePlace
-from ..sites import EVALUATION_LOSS, is_validation_loss
-from ..taps.graphs import in_functorch, is_traced
-from .hooks.callbacks import CaptureForHooks
-from .hooks.root import Root
-from .local_values import UnsupportedKind, plain
+from ...observe.selection import NOTHING, scalar_keep
+from ...observe.tree import tensor_leaves
+from ...records import SeenValue, StepPosition, ValuePlace
+from ...sites import EVALUATION_LOSS, is_validation_loss
+from ...taps.graphs import in_functorch, is_traced
+from ..hooks.callbacks import CaptureForHooks
+from ..hooks.root import Root
+from ..local_values import UnsupportedKind, plain
 from .loss_graph import children_of, is_negative, kind_of
 
 LOSS = "loss"

@@ -18,14 +18,14 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.utils import clip_grad
 
-from ..sites import CLIP_LIMIT, CLIP_NORM, LABELS
-from ..system.processes import loaded
-from ..taps.graphs import in_functorch, is_traced, leave_uncompiled
-from .hooks.given import SHIFT_STEPS
-from .hooks.root import Root
+from ...sites import CLIP_LIMIT, CLIP_NORM, LABELS
+from ...system.processes import loaded
+from ...taps.graphs import in_functorch, is_traced, leave_uncompiled
+from ..hooks.given import SHIFT_STEPS
+from ..hooks.root import Root
+from ..wrappers import Wrappers
 from .loss_graph import children_of, kind_of, labels_below, parameters_below, wrong_argument
 from .scalars import LOSS, Scalars, local_loss, may_be_loss
-from .wrappers import Wrappers
 
 _ENGINE = "_engine_run_backward"
 _is_compiling = torch.compiler.is_compiling
@@ -169,7 +169,7 @@ class LossFinder:
         for (root, name), of_steps in seen.items():
             shifts = set(of_steps.values())
             if shifts <= _WRONG_SHIFTS and len(shifts) == 1 and len(of_steps) == SHIFT_STEPS:
-                root.inventory.note_loss_argument(f"Shift of {shifts.pop()} of {name}", min(of_steps))
+                root.notes.note_loss_argument(f"Shift of {shifts.pop()} of {name}", min(of_steps))
                 break
         self._shifts.clear()
 
@@ -182,7 +182,7 @@ class LossFinder:
             ids, step = parameters_below(found[1]), self._capture.clock.step
             for root in self._scalars.roots:
                 if any(id(parameter) in ids for _, _, parameter in root.parameters()):
-                    root.inventory.note_loss_argument(found[0], step)
+                    root.notes.note_loss_argument(found[0], step)
                     break
 
     def _look_for_labels(self, node: Any, kind: tuple[str, ...], root: Root | None) -> None:
@@ -205,14 +205,14 @@ class LossFinder:
                 is_late = self._capture.clock.step >= _EARLY_STEPS
                 labels, function, has_more = labels_below(node, is_first_enough=is_late)
             if has_more:
-                root.inventory.note_many_labels()
+                root.notes.note_once("has_many_labels")
             if labels is None:
                 self._misses[kind] = self._misses.get(kind, 0) + 1
             else:
                 self._misses.pop(kind, None)
                 if function:
                     whole = kind_of(node)
-                    root.inventory.note_labels_of(function if function.startswith(whole) else f"{whole} of {function}")
+                    root.notes.note_labels_of(function if function.startswith(whole) else f"{whole} of {function}")
                 hooked.record_labels(labels, slice_, keep)
                 if self._capture.clock.step < SHIFT_STEPS and not slice_.moment.micro_step and not has_more:
                     for name, tokens in root.given.tokens.items():
