@@ -191,7 +191,7 @@ class Capture:
         # without hooks.
         may_rest = self.has_stepped and self.has_seen_forward and not has_compiled_anything()
         for root in self.roots:
-            root.rest_or_wake(may_rest=may_rest)
+            root.grouped.rest_or_wake(may_rest=may_rest)
         for handle in self._leaf_hooks:
             handle.remove()
         self._leaf_hooks.clear()

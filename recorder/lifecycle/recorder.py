@@ -341,7 +341,8 @@ class Recorder:
         if len(paths) != self._num_judged:
             self._num_judged = len(paths)
             problems = capture.selection.unmatched(paths)
-            if not any(root.flats for root in capture.roots):  # FSDP1 takes the parameters out of their modules
+            # FSDP1 takes the parameters out of their modules.
+            if not any(root.parameters.flats for root in capture.roots):
                 modules = [module for root in capture.roots for module in root.inventory.described]
                 problems += capture.selection.without_parameters(modules)
             problems += capture.selection.for_no_rank(recording.world_size)

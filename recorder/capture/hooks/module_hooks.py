@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol, cast
 
 import torch
@@ -156,3 +156,48 @@ class ModuleHooks:
         MODULES.pop(self.number, None)  # the entry is removed first, because `wake` checks it
         for handle in self._handles:
             handle.remove()
+
+
+class GroupedHooks:
+    """The hooks of the modules below a root's own, by the rule sets for which they record values."""
+
+    def __init__(self, capture: CaptureForHooks) -> None:
+        self._capture = capture
+        self._groups: dict[frozenset[int], list[ModuleHooks]] = {}
+        self._resting: set[frozenset[int]] = set()
+        """The keys of `_groups` whose hooks are off."""
+
+    def group(self, hooks: Iterable[tuple[frozenset[int], ModuleHooks]]) -> None:
+        """Take the hooks of all modules, each with its rule sets, in place of the hooks so far."""
+        self._groups = {}
+        for rule_sets, one in hooks:
+            if rule_sets:
+                self._groups.setdefault(rule_sets, []).append(one)
+
+    def clear(self) -> None:
+        self._groups.clear()
+
+    def wake_all(self) -> None:
+        """Put the hooks of all modules back."""
+        for each in self._groups.values():
+            for hooks in each:
+                hooks.wake()
+        self._resting.clear()
+
+    def rest_or_wake(self, *, may_rest: bool) -> None:
+        """Remove the hooks of modules whose calls the new step does not record, and put other modules' hooks back.
+
+        The root's own hooks stay, because they count the steps, and one of them has called this method.
+        """
+        masks = self._capture.selection.masks
+        for rule_sets, each in self._groups.items():
+            is_idle = may_rest and not any(masks[rule_set] for rule_set in rule_sets)
+            if is_idle == (rule_sets in self._resting):
+                continue
+            # The key stays in the set until the last module is awake, so that the next call completes an interrupted
+            # call.
+            self._resting.add(rule_sets)
+            for hooks in each:
+                (hooks.rest if is_idle else hooks.wake)()
+            if not is_idle:
+                self._resting.discard(rule_sets)

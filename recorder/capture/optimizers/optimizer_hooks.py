@@ -273,7 +273,7 @@ class OptimizerHooks:
             for key, value in state.items():
                 if isinstance(value, torch.Tensor):
                     rows.record("optim", f".{key}", value, at, note=note)
-        if any(flat.originals for root in self._capture.roots for flat in root.flats):
+        if any(flat.originals for root in self._capture.roots for flat in root.parameters.flats):
             self._record_empty_state(optimizer, at, repeats)
 
     def _record_empty_state(self, optimizer: Optimizer, at: StateTime, repeats: dict[int, int]) -> None:

@@ -196,7 +196,7 @@ class UpdateLooks:
         if not self._capture.clock.num_optimizer_steps:
             self._num_backwards += 1
             if self._num_backwards == _FEW_BACKWARDS:
-                parameters = [one for root in self._capture.roots for _, _, one in root.parameters()]
+                parameters = [one for root in self._capture.roots for _, _, one in root.parameters]
                 some = list(filter(_may_be_kept, parameters))
                 some = [*some[: _MOST_UNMOVED // 2], *some[_MOST_UNMOVED // 2 :][-_MOST_UNMOVED // 2 :]]
                 self._unmoved = [(weakref.ref(one), _first_elements(one).clone()) for one in some]
@@ -267,7 +267,7 @@ class UpdateLooks:
             self._is_looking = num in _EARLY_LOOKS or num % _LOOK_EVERY == 0 or not evaluated <= self._evaluated
             self._evaluated |= evaluated
         if self._is_looking:
-            in_ddp = all((root.data_parallel or {}).get("kind") == "ddp" for root in capture.roots)
+            in_ddp = all((root.work.data_parallel or {}).get("kind") == "ddp" for root in capture.roots)
             if gradient := LastGradient.of(parameters_of(optimizer), in_ddp=in_ddp):
                 self._last_gradients[id(optimizer)] = gradient
             if is_counting:
@@ -291,7 +291,7 @@ class UpdateLooks:
         )
         unstepped = set[int]().union(*(ids for _, ids in updates)) - trained
         idle = set[int]().union(*(ids for idle, ids in updates if (idle or 0) >= IDLE_UPDATES))
-        of_roots = [(root, {id(parameter) for _, _, parameter in root.parameters()}) for root in capture.roots]
+        of_roots = [(root, {id(parameter) for _, _, parameter in root.parameters}) for root in capture.roots]
         own = set[int]().union(*(ids for _, ids in of_roots))
         of_stepping = [ids for idle, ids in updates if idle is not None]
         common = {one for one, num in Counter(itertools.chain(*of_stepping)).items() if num > 1}

@@ -82,7 +82,7 @@ class UpdatedParameters:
         """Look for wrappers at the first step after a new root. The model may have been wrapped after `attach`."""
         self.has_rescanned = True
         for root in self._capture.roots:
-            root.find_wrappers()
+            root.parameters.find_wrappers()
         self._unknown.clear()
         self._learn()
 
@@ -96,12 +96,12 @@ class UpdatedParameters:
 
 def parameter_rows(root: Root, updated: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, ParameterRows]]:
     """Yield each tensor that an optimizer may update, with its rows. If a tensor comes twice, the last rows count."""
-    for hooked, name, parameter in root.parameters():
+    for hooked, name, parameter in root.parameters:
         yield parameter, ModuleParameter(parameter, hooked, name)
         main = main_parameter(parameter)
         if main is not None:
             yield main, ModuleParameter(main, hooked, name)
-    for flat in (*root.updated_parts(updated), *root.flats):
+    for flat in (*root.parameters.updated_parts(updated), *root.parameters.flats):
         rows: ParameterRows
         for rows in flat.originals if flat.uses_original else (flat,):
             if (tensor := rows.reference()) is not None:

@@ -181,7 +181,7 @@ class LossFinder:
         if found is not None:
             ids, step = parameters_below(found[1]), self._capture.clock.step
             for root in self._scalars.roots:
-                if any(id(parameter) in ids for _, _, parameter in root.parameters()):
+                if any(id(parameter) in ids for _, _, parameter in root.parameters):
                     root.notes.note_loss_argument(found[0], step)
                     break
 

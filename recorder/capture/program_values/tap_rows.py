@@ -97,7 +97,7 @@ class TapRows:
             self._observe(SeenValue(tap.origin, slice_.moment, phase, call), keep, value)
 
     def record_by_hand(self, name: str, tensor: torch.Tensor, module: nn.Module | None) -> None:
-        """Record a tensor that the program has named, and its gradient in a row of phase ``backward`` when it arrives."""
+        """Record a tensor that the program has named, and its gradient, of phase ``backward``, when it arrives."""
         capture = self._capture
         root, path = self._locate(module)
         rule_set = capture.selection.rule_set_of_name("tap", name)

@@ -20,8 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import recorder
 from recorder.capture.core import Capture
 from recorder.capture.hooks import callbacks
-from recorder.capture.hooks.module_hooks import MODULES, ModuleHooks
-from recorder.capture.hooks.root import Root
+from recorder.capture.hooks.module_hooks import MODULES, GroupedHooks, ModuleHooks
 from recorder.lifecycle import active as recording_side
 from recorder.observe import tree
 from tests.rigs.capturing import Tiny, batch, flagged
@@ -177,7 +176,8 @@ def test_ctrl_c_half_way_costs_no_row_of_a_step_that_is_done_again(
 def test_ctrl_c_at_any_line_of_the_change_costs_no_hook(tmp_path: Path, step: int) -> None:
     """At each line in turn that the change of the step runs; then the same forward again."""
     line, num_seen, model = 0, 0, Tiny()
-    watched = {f.__code__ for f in (ModuleHooks.rest, ModuleHooks.wake, Root.rest_or_wake, Capture.step_changed)}
+    changing = (ModuleHooks.rest, ModuleHooks.wake, GroupedHooks.rest_or_wake, Capture.step_changed)
+    watched = {function.__code__ for function in changing}
 
     def local(frame: Any, event: str, _: Any) -> Any:
         nonlocal num_seen
