@@ -154,7 +154,7 @@ def _detach(recorder: Recorder, root: Root) -> None:
     if all(other is root or other.is_stand_in for other in capture.roots):
         recorder.close()
     else:
-        capture.remove_root(root)
+        capture.roots.end(root)
 
 
 def _before_fork() -> None:

@@ -121,7 +121,7 @@ class Recorder:
         """Return True if a call of an outermost module should be recorded: an optimizer trains it, or may soon."""
         if self.is_over or is_data_worker():
             return False
-        if self.capture is not None and (root := self.capture.root_of(module)) is not None:
+        if self.capture is not None and (root := self.capture.roots.root_of(module)) is not None:
             return not self.capture.every_call_is_a_step and root.can_enter_at(module)
         parameters = list(module.parameters())
         if not parameters or isinstance(module, ParametrizationList):  # it runs as it is registered, in no model yet
@@ -146,7 +146,7 @@ class Recorder:
         Raises:
             SystemExit: with code 2, if a rule matches no module and no other model could be meant.
         """
-        has_hooks = self.capture is not None and self.capture.root_of(module) is not None
+        has_hooks = self.capture is not None and self.capture.roots.root_of(module) is not None
         root = self._root_for(module)
         if root.can_enter_at(module):
             root.enter_at(module)
@@ -169,13 +169,13 @@ class Recorder:
     def _root_for(self, module: nn.Module) -> Root:
         """Return the root (recorded model) that contains a module, or make the outermost model around it a root."""
         capture = self.capture
-        if capture is not None and (root := capture.root_of(module)) is not None:
+        if capture is not None and (root := capture.roots.root_of(module)) is not None:
             return root
         model, optimizers, whole_sets = model_around(module, of_any=self.settings.roots == "any")
         if capture is None:
             self._stop_for_rules(model)
             self._early.live = optimizers  # `_start` takes the optimizers, without another scan of all objects
-        elif (root := capture.root_of(model)) is not None and self.recording is not None:
+        elif (root := capture.roots.root_of(model)) is not None and self.recording is not None:
             # The root has got another outermost module.
             with self._lock, collector_paused():
                 root.renew()
@@ -233,7 +233,7 @@ class Recorder:
                     raise
             assert self.recording is not None
             with collector_paused():
-                root = self.recording.capture.add_root(module, name)
+                root = self.recording.capture.roots.add(module, name)
                 self.recording.optimizers.rescan()
             return root
 
@@ -319,7 +319,7 @@ class Recorder:
         is_known = optimizers.has_root(optimizer)
         is_due = not is_known or capture.clock.num_optimizer_steps % _SEARCH_EVERY == 0
         if is_due and self._num_renewals < _MAX_RENEWALS:
-            has_grown = capture.renew_grown_roots()
+            has_grown = capture.roots.renew_grown()
             self._num_renewals += has_grown or not is_known
             if has_grown:
                 optimizers.rescan()
