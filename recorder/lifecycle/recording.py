@@ -160,7 +160,7 @@ class Recording:
 
     def _resolve_target(self) -> Any:
         """Decide where to write. Called on the writer thread, because it may wait for the other ranks."""
-        from ..write.writer import RunTarget
+        from ..write.writer_directory import RunTarget
 
         name, is_shared = topology.run_id(self._topology, deadline_s=self._settings.join_deadline_s)
         if not is_shared:
