@@ -74,17 +74,10 @@ class Capture:
     """The training side of one recording: selection by rules, clock, pool and roots (models under hooks)."""
 
     def __init__(
-        self,
-        *,
-        settings: Settings,
-        rank: int,
-        pool: Pool,
-        put: Callable[[Staged | MeasuredTogether], None],
-        count_drop: Callable[[str, int], None],
-        refused: Mapping[str, str],
-        events: Events,
+        self, *, settings: Settings, rank: int, pool: Pool, put: Callable[[Staged | MeasuredTogether], None],
+        count_drop: Callable[[str, int], None], refused: Mapping[str, str], events: Events,
         ring: RingMemory | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Prepare a recording without roots. `Roots.add` puts hooks on a model.
 
         `put` passes a record to the writer. `count_drop` counts dropped rows, given the reason and their number.

@@ -44,13 +44,10 @@ class Roots(list[Root]):
         earlier = taken or next((root for root in others if root.name == name), None)
         is_part = self.root_of(wrapped) is not None
         root = Root(
-            self._capture,
-            module,
-            name,
-            clock=earlier.clock if earlier is not None else None,
+            self._capture, module, name, clock=earlier.clock if earlier is not None else None,
             is_elsewhere=lambda own, inner: not is_part and self._is_elsewhere(own, inner),
             inner_roots=[root for root in contained if root is not taken],
-        )
+        )  # fmt: skip
         if taken is not None:
             root.go_on_from(taken)
         self.append(root)

@@ -114,20 +114,12 @@ class Writer:
     """
 
     def __init__(
-        self,
-        *,
-        settings: Settings,
-        measure: Measure,
-        measure_small: MeasureSmall | None = None,
-        observed: Callable[[], int],
-        resolve_dir: Callable[[], RunTarget],
-        poll: Callable[[], Mapping[str, Any] | None],
+        self, *, settings: Settings, measure: Measure, measure_small: MeasureSmall | None = None,
+        observed: Callable[[], int], resolve_dir: Callable[[], RunTarget], poll: Callable[[], Mapping[str, Any] | None],
         saw: Callable[[Sequence[Staged], Sequence[Measured]], None] = lambda records, measured: None,
-        ending: Callable[[], None] = lambda: None,
-        sealed: Callable[[], None] = lambda: None,
-        disk: Disk | None = None,
+        ending: Callable[[], None] = lambda: None, sealed: Callable[[], None] = lambda: None, disk: Disk | None = None,
         clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Prepare the writer. Nothing runs before `start`.
 
         All functions but `observed` are called on the writer thread. `saw`, `ending` and `sealed` may not raise.
@@ -206,13 +198,9 @@ class Writer:
         """Keep records with `KEEP_RING` in memory until a trigger asks for their steps. Called before `start`."""
         settings = self._settings
         self._ring = Ring(
-            window=window,
-            room=room,
-            hold_s=settings.ring_hold_s,
-            max_bytes=settings.dump_max_bytes,
-            ledger=self._ledger,
-            clock=self._clock,
-        )
+            window=window, room=room, hold_s=settings.ring_hold_s, max_bytes=settings.dump_max_bytes,
+            ledger=self._ledger, clock=self._clock,
+        )  # fmt: skip
         self._writer_directory.dumps = self._ring.dumps
 
     def dump(self, dump: Dump) -> None:
@@ -258,13 +246,10 @@ class Writer:
     def stats(self) -> WriterStats:
         """Return a snapshot of the writer. Called on any thread."""
         return WriterStats(
-            is_alive=self._thread.is_alive(),
-            written_bytes=self._writer_directory.written_bytes,
-            last_written_step=self._writer_directory.last_written_step,
-            queue_length=self._queue.qsize(),
-            last_progress_s=self.last_progress_s,
-            ledger=self._ledger.snapshot(),
-        )
+            is_alive=self._thread.is_alive(), written_bytes=self._writer_directory.written_bytes,
+            last_written_step=self._writer_directory.last_written_step, queue_length=self._queue.qsize(),
+            last_progress_s=self.last_progress_s, ledger=self._ledger.snapshot(),
+        )  # fmt: skip
 
     def drain(self, deadline_s: float) -> bool:
         """Wait until every record that was put before this call is on the disk and synced.
@@ -312,13 +297,9 @@ class Writer:
             accounts = report.ledger
             lost = ", ".join(f"{count} {reason}" for reason, count in accounts["dropped"].items())
             say(
-                _log,
-                logging.WARNING,
-                "the recording is incomplete: %s of %s rows were written (%s)",
-                accounts["written"],
-                accounts["observed"],
-                lost or "shards that could not be sealed are readable, too",
-            )
+                _log, logging.WARNING, "the recording is incomplete: %s of %s rows were written (%s)",
+                accounts["written"], accounts["observed"], lost or "shards that could not be sealed are readable, too",
+            )  # fmt: skip
         self._report = report
         return report
 

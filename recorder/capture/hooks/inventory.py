@@ -49,15 +49,9 @@ class Inventory:
     """The modules of a root (a model under hooks), and what later steps and compiled graphs show of them."""
 
     def __init__(
-        self,
-        capture: CaptureForHooks,
-        root_name: str,
-        hooked: Sequence[HookedModule],
-        hooked_by_tap: Mapping[str, HookedModule],
-        module_at: Callable[[str], HookedModule | None],
-        *,
-        began_late: bool,
-    ) -> None:
+        self, capture: CaptureForHooks, root_name: str, hooked: Sequence[HookedModule],
+        hooked_by_tap: Mapping[str, HookedModule], module_at: Callable[[str], HookedModule | None], *, began_late: bool,
+    ) -> None:  # fmt: skip
         """Begin empty. `describe` fills the inventory, and the root fills `hooked` and `hooked_by_tap`.
 
         `began_late` is True if anything, perhaps this root, had been compiled when the root got its hooks.

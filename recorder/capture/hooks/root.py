@@ -56,15 +56,9 @@ class Root:
     """A model under hooks, with its clock and the inventory of its modules."""
 
     def __init__(
-        self,
-        capture: CaptureForHooks,
-        module: nn.Module,
-        name: str,
-        *,
-        clock: RootClock | None = None,
-        is_elsewhere: Callable[[Root, nn.Module], bool],
-        inner_roots: Sequence[Root] = (),
-    ) -> None:
+        self, capture: CaptureForHooks, module: nn.Module, name: str, *, clock: RootClock | None = None,
+        is_elsewhere: Callable[[Root, nn.Module], bool], inner_roots: Sequence[Root] = (),
+    ) -> None:  # fmt: skip
         """Put hooks on the outermost module of a model.
 
         `clock` is the clock of an earlier root with this name. Its counts continue, so that no row's key is used twice.

@@ -41,12 +41,9 @@ class TrainingNotes:
     """Notes in a root's inventory what updates, losses and calls of the model show of its modules."""
 
     def __init__(
-        self,
-        inventory: Inventory,
-        hooked: Sequence[HookedModule],
-        module_at: Callable[[str], HookedModule | None],
+        self, inventory: Inventory, hooked: Sequence[HookedModule], module_at: Callable[[str], HookedModule | None],
         nodes: Sequence[tree.Node],
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._inventory, self._hooked, self._module_at = inventory, hooked, module_at
         self._suspects: dict[int, int] = {}
         """By number of a module, the first step at which a parameter of it had a gradient and no optimizer. The program

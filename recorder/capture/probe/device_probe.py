@@ -75,12 +75,9 @@ class DeviceProbe:
     """Measures the values of the current step that lie on devices. Called on training threads."""
 
     def __init__(
-        self,
-        pool: Pool,
-        nonfinite: FirstNonFinite,
-        stager_of: Callable[[torch.Tensor], Stager],
+        self, pool: Pool, nonfinite: FirstNonFinite, stager_of: Callable[[torch.Tensor], Stager],
         put_measured: Callable[[ProbedValue, StepPosition, int, str | None, Measured], None],
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._pool, self._nonfinite, self._stager_of, self._put_measured = pool, nonfinite, stager_of, put_measured
         self._seen: dict[DeviceNorms, list[SeenOnDevice]] = {}
 

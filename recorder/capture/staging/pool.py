@@ -362,12 +362,9 @@ class Memory:
         if settings.policy != "wait":
             return None
         return self._pool.take_or_wait(
-            nbytes,
-            step=step,
-            per_step_s=settings.wait_s_per_step,
-            stalled_s=settings.wait_s_stalled,
+            nbytes, step=step, per_step_s=settings.wait_s_per_step, stalled_s=settings.wait_s_stalled,
             per_run_s=settings.wait_s_per_run,
-        )
+        )  # fmt: skip
 
     def say_if_too_large(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Warn if the largest of some named parameters has more bytes than the pool."""
