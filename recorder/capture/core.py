@@ -59,7 +59,7 @@ from .program_values.tap_rows import TapRows
 from .roots import Roots
 from .rule_commands import RuleCommands
 from .staging import copies
-from .staging.pool import GRAIN_BYTES, Memory, Pool, RingMemory
+from .staging.pool import GRAIN_BYTES, HostMemory, Pool, RingMemory
 from .token_blocks import TokenBlocks, is_whole
 
 _as_tuple = functools.lru_cache(4096)(tuple[int, ...])
@@ -98,7 +98,7 @@ class Capture:
         self.nonfinite = FirstNonFinite(rank=rank, clock=self.clock)
         self.aliases = Aliases(put)
         # Records that wait for their chunk in `aliases` hold memory of the pool.
-        self.memory = memory = Memory(pool, ring, settings, events, self.aliases.flush)
+        self.memory = memory = HostMemory(pool, ring, settings, events, self.aliases.flush)
         self._take_in_ring, self._take_later = memory.take_in_ring, memory.take_later
         self._say_no_room = memory.say_no_room
         self.roots = Roots(self, self.nonfinite, memory)

@@ -11,13 +11,13 @@ from ..sites import OF_PARAMETERS
 from .hooks.callbacks import CaptureForHooks
 from .hooks.root import Root
 from .nonfinite import FirstNonFinite
-from .staging.pool import Memory
+from .staging.pool import HostMemory
 
 
 class Roots(list[Root]):
     """The roots under hooks now. Changed on training threads."""
 
-    def __init__(self, capture: CaptureForHooks, nonfinite: FirstNonFinite, memory: Memory) -> None:
+    def __init__(self, capture: CaptureForHooks, nonfinite: FirstNonFinite, memory: HostMemory) -> None:
         super().__init__()
         self._capture, self._nonfinite, self._memory = capture, nonfinite, memory
         self.past: list[Root] = []

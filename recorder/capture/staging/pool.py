@@ -321,7 +321,7 @@ class RingMemory:
         )
 
 
-class Memory:
+class HostMemory:
     """The host memory for copies of values: the pool, and the ring's part of it if there is a ring."""
 
     def __init__(
