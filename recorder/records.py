@@ -30,7 +30,7 @@ KEEP_UNITS = 32
 KEEP_RING = 64
 """The bit in `keep` for the ring, where a payload waits in memory for a trigger. Never with `KEEP_TENSOR`."""
 KEEP_PROBE = 128
-"""The bit in `keep` for the probe: one number of the value at every step (see `capture/probe.py`)."""
+"""The bit in `keep` for the probe: one number of the value at every step (see `capture/probe/probe.py`)."""
 KEEP_TOKENS = 256
 """The bit in `keep` for a sketch (short digest) of each token, in blocks of calls (see `capture/token_blocks.py`)."""
 KEEP_VALUES = KEEP_TENSOR | KEEP_RING

@@ -16,11 +16,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 from ..config import Settings
 from ..native import TOGETHER_KINDS
-from ..observe import tree
 from ..observe.clock import Clock
 from ..observe.selection import NoMasks, RuleSelection
 from ..observe.tree import has_compiled_anything
@@ -46,32 +44,22 @@ from ..records import (
     ValuePlace,
     kind_of,
 )
-from ..sites import GRADIENT_OF, OF_CALLS, OF_PARAMETERS, PROGRAM_SITES
 from ..system.log import Events
-from ..system.processes import comes_from_signal_handler
-from .aliases import Aliases
-from .device_probe import TURNED, DeviceProbe, ProbedValue
+from .hook_errors import HookErrors
 from .hooks.callbacks import RootCalls
-from .hooks.graph_rows import TapRows
-from .hooks.objectives import SharedTensors
-from .hooks.root import Root
-from .local_values import (
-    DTYPES,
-    Inner,
-    UnsupportedKind,
-    inner_tensors,
-    local_bytes,
-    merged_notes,
-    plain,
-    without_masked,
-)
+from .local_values import DTYPES, Inner, UnsupportedKind, inner_tensors, merged_notes, plain, without_masked
 from .nonfinite import FirstNonFinite
-from .probe import MAX_COLUMNS, Probe, SeenBefore
-from .probed_groups import ProbedGroup
-from .program_values import Scalars, TapsByHand
+from .parallel.aliases import Aliases
+from .probe.device_probe import TURNED, DeviceProbe, ProbedValue
+from .probe.probe import MAX_COLUMNS, Probe, SeenBefore
+from .probe.probed_groups import ProbedGroup
+from .program_values.objectives import SharedTensors
+from .program_values.scalars import Scalars
+from .program_values.tap_rows import TapRows
+from .roots import Roots
 from .rule_commands import RuleCommands
 from .staging import copies
-from .staging.pool import GRAIN_BYTES, Pool, PoolBlock, RingMemory
+from .staging.pool import GRAIN_BYTES, HostMemory, Pool, RingMemory
 from .token_blocks import TokenBlocks, is_whole
 
 _as_tuple = functools.lru_cache(4096)(tuple[int, ...])
@@ -79,8 +67,6 @@ _as_tuple = functools.lru_cache(4096)(tuple[int, ...])
 _MAX_LEAF_HOOKS = 1 << 16
 _MAX_DROPPED_PARTS = 1 << 20
 """The most rows that a dropped tensor counts as, because expanded tensors are huge. Each takes a sequence number."""
-_MAX_ERRORS = 20
-"""After this many errors of the recorder at one site (such as `output`) of a module, the site is no longer recorded."""
 _TOGETHER_DTYPES = frozenset(dtype for dtype, name in DTYPES.items() if name in TOGETHER_KINDS)
 
 
@@ -88,18 +74,11 @@ class Capture:
     """The training side of one recording: selection by rules, clock, pool and roots (models under hooks)."""
 
     def __init__(
-        self,
-        *,
-        settings: Settings,
-        rank: int,
-        pool: Pool,
-        put: Callable[[Staged | MeasuredTogether], None],
-        count_drop: Callable[[str, int], None],
-        refused: Mapping[str, str],
-        events: Events,
+        self, *, settings: Settings, rank: int, pool: Pool, put: Callable[[Staged | MeasuredTogether], None],
+        count_drop: Callable[[str, int], None], refused: Mapping[str, str], events: Events,
         ring: RingMemory | None = None,
-    ) -> None:
-        """Prepare a recording without roots. `add_root` puts hooks on a model.
+    ) -> None:  # fmt: skip
+        """Prepare a recording without roots. `Roots.add` puts hooks on a model.
 
         `put` passes a record to the writer. `count_drop` counts dropped rows, given the reason and their number.
         Neither blocks. `refused` maps each kind of shard whose records would be dropped now to the reason; no value is
@@ -117,12 +96,18 @@ class Capture:
         self._put, self._count_drop, self.refused = put, count_drop, refused
         self.events = events
         self.nonfinite = FirstNonFinite(rank=rank, clock=self.clock)
-        self.roots: list[Root] = []
-        self.past_roots: list[Root] = []
+        self.aliases = Aliases(put)
+        # Records that wait for their chunk in `aliases` hold memory of the pool.
+        self.memory = memory = HostMemory(pool, ring, settings, events, self.aliases.flush)
+        self._take_in_ring, self._take_later = memory.take_in_ring, memory.take_later
+        self._say_no_room = memory.say_no_room
+        self.roots = Roots(self, self.nonfinite, memory)
+        errors = HookErrors(self._drop, events, self.clock, self.roots)
+        self.hook_failed, self.site_failed = errors.hook_failed, errors.site_failed
+        self.is_disarmed = errors.is_disarmed
         self.root_calls = RootCalls()
         self.objectives = SharedTensors(self)
         self.tap_rows = TapRows(self, self.roots, self.objectives)
-        self.aliases = Aliases(put)
         self.is_open = True
         self.every_call_is_a_step = False
         """True in inference: without an optimizer, every call of a root (a model under hooks) counts as a step."""
@@ -136,7 +121,6 @@ class Capture:
         self._sequence = itertools.count()
         self._stagers: dict[str, copies.Stager] = {}
         self._leaf_hooks: deque[Any] = deque()
-        self._errors: dict[tuple[str, str, str, str], int] = {}
         self.lost: Callable[[], object] = self._sequence.__next__
         """Counts a lost value by a sequence number that is never written nor counted as dropped. Needs no memory."""
         self.probe: Probe | None = None
@@ -150,17 +134,11 @@ class Capture:
         self.scalars = Scalars(self, self.roots)
         self.add_evaluation: Callable[[Any, str], None] = self.scalars.add_evaluation
         self.returned: Callable[[str, str, Any], None] = self.scalars.returned
-        self.taps_by_hand = TapsByHand(self, self.roots, self.objectives)
         self.rule_commands = RuleCommands(
             settings.rules, selection=self.selection, clock=self.clock, roots=self.roots, taps=self.tap_rows
         )
         self.rule_commands.heeded = lambda text: events.add("trouble", text, key=text, whose=f"rank {rank}: ")
         self.step_changed()
-
-    @property
-    def pools(self) -> list[Pool]:
-        """Return the pool of the values that will be written and, if there is a ring, the ring's pool."""
-        return [self.pool] if self.ring is None else [self.pool, self.ring.pool]
 
     @property
     def observed(self) -> int:
@@ -192,7 +170,7 @@ class Capture:
         # without hooks.
         may_rest = self.has_stepped and self.has_seen_forward and not has_compiled_anything()
         for root in self.roots:
-            root.rest_or_wake(may_rest=may_rest)
+            root.grouped.rest_or_wake(may_rest=may_rest)
         for handle in self._leaf_hooks:
             handle.remove()
         self._leaf_hooks.clear()
@@ -326,24 +304,10 @@ class Capture:
             block.release()
             raise
         fields = (
-            next(self._sequence) if parts == 1 else self._number(parts),
-            parts,
-            origin,
-            moment,
-            phase,
-            call,
-            repeat,
-            scope,
-            DTYPES[local.dtype],
-            _as_tuple(local.shape),
-            chunk,
-            keep,
-            block,
-            ready,
-            note,
-            time.time_ns(),
+            next(self._sequence) if parts == 1 else self._number(parts), parts, origin, moment, phase, call, repeat,
+            scope, DTYPES[local.dtype], _as_tuple(local.shape), chunk, keep, block, ready, note, time.time_ns(),
             None if plan is None else plan.read,
-        )
+        )  # fmt: skip
         # This equals `Staged(*fields)` and takes a third of the time.
         (put or self._put)(tuple.__new__(Staged, fields))
 
@@ -398,7 +362,8 @@ class Capture:
         _, dtypes, numels, shapes, origins, phases, scopes, chunks, notes = zip(*values, strict=True)
         shapes, names = tuple(map(_as_tuple, shapes)), [DTYPES[dtype] for dtype in dtypes]
         try:
-            measured = (self.probe or self._begin_probe()).measure_together(tensors, numels, names, shapes, keeps)
+            on_host = (self.probe or self._begin_probe()).on_host
+            measured = on_host.measure_together(tensors, numels, names, shapes, keeps)
         except BaseException:
             block.release()
             self._count_drop("hook_error", num)
@@ -445,39 +410,6 @@ class Capture:
         if self._token_blocks is None:
             self._token_blocks = TokenBlocks(self.observe)
         return self._token_blocks
-
-    def _take_in_ring(self, nbytes: int, moment: StepPosition) -> PoolBlock | None:
-        """Take a block of the ring. If the ring is full and a trigger asked for the step, take a block of the pool."""
-        ring = self.ring
-        if ring is None:
-            return None
-        block = ring.take(nbytes, moment)
-        if block is None and ring.is_wanted(moment.step):
-            return self.pool.take(nbytes) or self._take_later(nbytes, moment.step)
-        return block
-
-    def _say_no_room(self, origin: ValuePlace, keep: int, nbytes: int) -> str:
-        """Report that no memory is free for a value, and return the drop reason."""
-        pool, reason = self.pool, "too_large" if nbytes > self.pool.capacity_bytes else "pool_full"
-        if keep & KEEP_RING and self.ring is not None:
-            pool, reason = self.ring.pool, "ring_full"
-        where = f"{origin.module_path or origin.root}:{origin.site} {origin.name}".rstrip()
-        self.events.add(reason, _NO_ROOM[reason].format(where=where, nbytes=nbytes, pool=pool), key=reason)
-        return reason
-
-    def _take_later(self, nbytes: int, step: int) -> PoolBlock | None:
-        """Wait for a free block of the pool, as long as the settings allow. Return None if no block becomes free."""
-        self.aliases.flush()  # records that wait for their chunk hold memory of the pool
-        settings = self.settings
-        if settings.policy != "wait":
-            return None
-        return self.pool.take_or_wait(
-            nbytes,
-            step=step,
-            per_step_s=settings.wait_s_per_step,
-            stalled_s=settings.wait_s_stalled,
-            per_run_s=settings.wait_s_per_run,
-        )
 
     def _summand(
         self, tensor: torch.Tensor, local: torch.Tensor, keep: int, note: str | None
@@ -549,121 +481,11 @@ class Capture:
             next(self._sequence)
         self._count_drop(reason, num_rows)
 
-    def hook_failed(self, where: str, error: Exception) -> None:
-        """Count a value as dropped because the recorder raised an exception in a hook. Training goes on.
-
-        Raises:
-            Exception: `error` itself, if a signal handler of the user raised it.
-        """
-        if comes_from_signal_handler(error):
-            raise error
-        kind = "no_memory" if _is_out_of_memory(error) else "hook_error"
-        self._drop(kind, 1)
-        self.events.add(kind, f"recording {where} failed: {type(error).__name__}: {error}", key=where, exception=error)
-
-    def site_failed(self, origin: ValuePlace, error: Exception) -> bool:
-        """Count an error at a module's site (such as `output`). Return True if this error ends the site's recording."""
-        where = f"{origin.module_path or origin.root}:{origin.site}"
-        self.hook_failed(where, error)
-        is_named = origin.site in PROGRAM_SITES
-        key = (origin.root, "" if is_named else origin.module_path, origin.site, origin.name if is_named else "")
-        self._errors[key] = num_errors = self._errors.get(key, 0) + 1
-        if num_errors != _MAX_ERRORS:
-            return False
-        self.events.add(
-            "disarmed",
-            f"{where}{f':{origin.name}' if is_named else ''} is not recorded any more, from step {self.clock.step} on: "
-            f"{_MAX_ERRORS} errors of the recorder there; the last was {type(error).__name__}: {error}",
-            key=repr(key),
-        )
-        for root in self.roots:
-            if root.name == origin.root:
-                # The hook that records a value also registers the hook on the value's gradient, so the recording of the
-                # gradient ends, too.
-                with_gradient = origin.site in OF_CALLS and origin.site in GRADIENT_OF
-                sites = (origin.site, GRADIENT_OF[origin.site]) if with_gradient else (origin.site,)
-                root.disarm(origin.module_path, sites, self.clock.step)
-        return True
-
-    def is_disarmed(self, site: str, name: str) -> bool:
-        """Whether a tap (a tensor that the program names) or a scalar is no longer recorded after too many errors."""
-        return bool(self._errors) and any(
-            count >= _MAX_ERRORS and (key[2], key[3]) == (site, name) for key, count in list(self._errors.items())
-        )
-
     def keep_leaf_hook(self, handle: Any) -> None:
         """Keep the handle of a leaf tensor's hook. The hook is removed at the next step, or if too many are kept."""
         self._leaf_hooks.append(handle)
         if len(self._leaf_hooks) > _MAX_LEAF_HOOKS:
             self._leaf_hooks.popleft().remove()
-
-    def add_root(self, module: nn.Module, name: str | None) -> Root:
-        """Put hooks on a model, which may contain roots (models under hooks) already.
-
-        If the model wraps a root, as DDP does, and leaves the paths of modules unchanged, the new root replaces that
-        root and takes the name. Every other root stays. The new root leaves out modules that are in another root,
-        unless the model itself lies inside another root.
-        """
-        for gone in [root for root in self.roots if root.module() is None]:
-            self.remove_root(gone)
-        inside, wrapped = {id(m) for m in module.modules()}, tree.unwrapped(module)[-1]
-        contained = {root: inner for root in self.roots if (inner := root.module()) is not None and id(inner) in inside}
-        taken = next((root for root, inner in contained.items() if tree.unwrapped(inner)[-1] is wrapped), None)
-        if taken is not None:
-            self.remove_root(taken)
-            self.past_roots.remove(taken)
-        if name is None:
-            name = taken.name if taken is not None else self._free_name()
-        others = (*self.roots, *self.past_roots)
-        earlier = taken or next((root for root in others if root.name == name), None)
-        is_part = self.root_of(wrapped) is not None
-        root = Root(
-            self,
-            module,
-            name,
-            clock=earlier.clock if earlier is not None else None,
-            is_elsewhere=lambda own, inner: not is_part and self._is_elsewhere(own, inner),
-            inner_roots=[root for root in contained if root is not taken],
-        )
-        if taken is not None:
-            root.go_on_from(taken)
-        self.roots.append(root)
-        self.nonfinite.has_models = len({one.name for one in (*others, root)}) > 1
-        self._look_for_large(module)
-        return root
-
-    def _look_for_large(self, module: nn.Module) -> None:
-        """Warn if rules select parameters and the largest parameter has more bytes than the pool."""
-        if not self.selection.asks_for(*OF_PARAMETERS):
-            return
-        sizes = [(local_bytes(parameter), name) for name, parameter in module.named_parameters()]
-        nbytes, name = max(sizes, default=(0, ""))
-        if nbytes > self.pool.capacity_bytes:
-            self.events.add("too_large", _NO_ROOM["too_large"].format(where=name, nbytes=nbytes, pool=self.pool))
-
-    def renew_grown_roots(self) -> bool:
-        """Put hooks on modules that were added to a model after its first call. Return whether there were any."""
-        grown = [root for root in self.roots if root.has_grown()]
-        for root in grown:
-            root.renew()
-        return bool(grown)
-
-    def remove_root(self, root: Root) -> None:
-        """Remove the hooks of a root (a model under hooks). The manifest keeps the root's description."""
-        root.remove()
-        self.roots.remove(root)
-        self.past_roots.append(root)
-
-    def _free_name(self) -> str:
-        used = {root.name for root in self.roots + self.past_roots}
-        return next(n for i in itertools.count() if (n := f"model_{i}" if i else "model") not in used)
-
-    def root_of(self, module: nn.Module) -> Root | None:
-        """Return the root (a model under hooks) that contains a module. Return None if no root contains it."""
-        return next((root for root in self.roots if root.path_of(module) is not None), None)
-
-    def _is_elsewhere(self, root: Root, module: nn.Module) -> bool:
-        return any(other is not root and other.path_of(module) is not None for other in self.roots)
 
     def close(self) -> None:
         """Record the values that are still held back, and remove every hook. Records on the channel stay there."""
@@ -687,13 +509,6 @@ def _num_parts(nbytes: int, keep: int) -> int:
     return -(-nbytes // PART_BYTES) if keep & KEEP_VALUES and nbytes > PART_BYTES else 1
 
 
-def _is_out_of_memory(error: Exception) -> bool:
-    """Whether an error says that memory has run out. For host memory, torch raises only a `RuntimeError`."""
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
-        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
-    )
-
-
 _MASKED = '{"masked":true}'
 _NO_STATISTICS_OF_PARTIAL = '{"no_statistics":"Partial"}'
 _PROBE_FULL = (
@@ -704,12 +519,3 @@ _PROBE_MISSED = (
     "values came after their step was over, as from a thread that evaluates while another thread trains: the numbers "
     "of every step lack these values"
 )
-_NO_ROOM = {
-    "too_large": "{where} has {nbytes} bytes, more than the pool ({pool.capacity_bytes}): no copy of it is recorded; "
-    "raise RECORDER_POOL_BYTES or select less",
-    "pool_full": "the pool ({pool.capacity_bytes} bytes) is full: values are dropped and counted until half of it is "
-    "free; a faster disk, a larger RECORDER_POOL_BYTES or fewer values help",
-    "ring_full": "the ring ({pool.capacity_bytes} bytes) is full: values that no trigger has asked for are dropped and "
-    "counted until steps have passed; a larger RECORDER_POOL_BYTES or RECORDER_RING_SHARE, a smaller before=, or fewer "
-    "values (call=0:4 leaves most of an evaluation out) help",
-}

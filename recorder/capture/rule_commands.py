@@ -37,8 +37,8 @@ from ..records import KEEP_FINGERPRINT, KEEP_STATS
 from ..rules import EVERY, Rule, Schedule, ring_window
 from ..sites import OF_CALLS
 from ..system.text import listed
-from .hooks.graph_rows import TapRows
 from .hooks.root import Root
+from .program_values.tap_rows import TapRows
 
 _MORE_STEPS, _MOST_TROUBLES = 3, 3
 """The number of steps for which trouble makes the rules keep more, and how often this may happen in a run."""

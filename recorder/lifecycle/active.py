@@ -18,8 +18,8 @@ from typing import Any
 from torch import nn
 
 from .. import config
-from ..capture.groups import is_whole_pipe
 from ..capture.hooks.root import Root
+from ..capture.parallel.groups import is_whole_pipe
 from ..errors import AttachError, ConfigError
 from ..sites import is_validation_loss
 from ..system import log
@@ -154,7 +154,7 @@ def _detach(recorder: Recorder, root: Root) -> None:
     if all(other is root or other.is_stand_in for other in capture.roots):
         recorder.close()
     else:
-        capture.remove_root(root)
+        capture.roots.end(root)
 
 
 def _before_fork() -> None:

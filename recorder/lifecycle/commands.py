@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ..capture.topology import JobRank, JobStore, is_distributed, open_job_store
+from ..capture.parallel.topology import JobRank, JobStore, is_distributed, open_job_store
 from ..errors import CommandError, RunError
 from ..format.commands import (
     COMMAND_BYTES,

@@ -24,10 +24,10 @@ import torch
 
 from ..capture.core import Capture
 from ..capture.hooks.root import Root
-from ..capture.marks import process_groups
 from ..capture.nonfinite import NonFiniteValue
-from ..capture.optimizer import OptimizerHooks
-from ..capture.topology import JobRank
+from ..capture.optimizers.optimizer_hooks import OptimizerHooks
+from ..capture.parallel.marks import process_groups
+from ..capture.parallel.topology import JobRank
 from ..config import Loaded
 from ..native import in_force
 from ..numerics.units import sides_of
@@ -78,9 +78,9 @@ class Description:
             "rules": [rule.text for rule in self.loaded.settings.rules],
             "pool_bytes": capture.pool.region_bytes,
             **({"ring_bytes": capture.ring.pool.capacity_bytes} if capture.ring is not None else {}),
-            "pool_peak_bytes": sum(pool.peak_bytes for pool in capture.pools),
+            "pool_peak_bytes": sum(pool.peak_bytes for pool in capture.memory.pools),
             "waited_s": round(capture.pool.waited_s, 3),
-            "roots": [_describe_root(root) for root in capture.past_roots + capture.roots],
+            "roots": [_describe_root(root) for root in capture.roots.past + capture.roots],
             **({"groups": groups} if (groups := process_groups()) else {}),
             "optimizers": optimizers.known.described() if optimizers is not None else [],
             **self.news(events, commands),
@@ -99,8 +99,8 @@ class Description:
             "interval_s": self.loaded.settings.status_interval_s,
             "step": capture.clock.step,
             "pool_bytes": pool.region_bytes,
-            "pool_used_bytes": sum(part.used_bytes for part in capture.pools),
-            "pool_peak_bytes": sum(part.peak_bytes for part in capture.pools),
+            "pool_used_bytes": sum(part.used_bytes for part in capture.memory.pools),
+            "pool_peak_bytes": sum(part.peak_bytes for part in capture.memory.pools),
             "waited_s": round(pool.waited_s, 3),
             "longest_wait_s": round(pool.longest_wait_s, 3),
             "commands": [answer.short_members() for answer in commands.newest_answers()],

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..capture.nonfinite import NonFiniteValue
-from ..capture.topology import JobRank
+from ..capture.parallel.topology import JobRank
 from ..checks.causes import kind_of, with_causes
 from ..checks.live import judge_program
 from ..checks.rows import Catalog

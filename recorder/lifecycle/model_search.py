@@ -28,8 +28,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ..capture import topology
-from ..capture.groups import find_data_parallel, wrappers_around
+from ..capture.parallel import topology
+from ..capture.parallel.groups import find_data_parallel, wrappers_around
 from ..capture.wrappers import wrap_closure
 from ..observe import tree
 from ..observe.selection import RuleSelection

@@ -43,7 +43,7 @@ class ProgramCalls:
             if (capture := self._recorder.capture) is None:
                 self._came_early("tap", name)
             else:
-                capture.taps_by_hand.record(name, tensor, self._calling_module())
+                capture.tap_rows.record_by_hand(name, tensor, self._calling_module())
         except Exception as error:
             self._failed(f"tap {_shown(name)}", error)
 
@@ -55,7 +55,7 @@ class ProgramCalls:
             code = frame.f_code
             if code.co_argcount and code.co_varnames[0] == "self":
                 candidate = frame.f_locals.get("self")
-                if isinstance(candidate, nn.Module) and capture.root_of(candidate) is not None:
+                if isinstance(candidate, nn.Module) and capture.roots.root_of(candidate) is not None:
                     return candidate
             frame = frame.f_back  # type: ignore[assignment]
         return None
@@ -191,7 +191,7 @@ class GraphTaps:
         if model is not None and self._recorder.by_flag:  # without ``RECORDER=1``, only `attach` chooses models
             return self._recorder.add_root(model, None) if self._recorder.wants(model) else None
         stand_in, capture = nn.Module(), self._recorder.capture
-        used = {root.name for root in capture.roots + capture.past_roots} if capture is not None else set()
+        used = {root.name for root in capture.roots + capture.roots.past} if capture is not None else set()
         name = module_taps.Where.from_text(where).root if where else None
         root = self._recorder.add_root(stand_in, None if name in used else name)
         self._stand_ins.append(stand_in)

@@ -23,12 +23,12 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.optim import Optimizer
 
 from .. import config
-from ..capture import topology
 from ..capture.core import Capture
 from ..capture.hooks.callbacks import ROOTS
-from ..capture.hooks.module import MODULES
+from ..capture.hooks.module_hooks import MODULES
 from ..capture.hooks.root import Root
-from ..capture.marks import main_parameter
+from ..capture.parallel import topology
+from ..capture.parallel.marks import main_parameter
 from ..config import Loaded
 from ..format.manifest import EXCEPTION
 from ..observe import tree
@@ -58,6 +58,8 @@ _SEARCH_EVERY = 16
 """The number of steps from one search to the next. A step with unknown parameters starts a search, too."""
 _LAST_S = 5.0
 """The seconds for which the writer may go on after the third interrupt."""
+_MOST_SETS = 16
+"""The most data loaders whose numbers of samples the manifest has, of those that give all samples in one batch."""
 _NUM_TRIES = 3
 """The number of attempts to end the recording when interrupts break it off."""
 
@@ -119,7 +121,7 @@ class Recorder:
         """Return True if a call of an outermost module should be recorded: an optimizer trains it, or may soon."""
         if self.is_over or is_data_worker():
             return False
-        if self.capture is not None and (root := self.capture.root_of(module)) is not None:
+        if self.capture is not None and (root := self.capture.roots.root_of(module)) is not None:
             return not self.capture.every_call_is_a_step and root.can_enter_at(module)
         parameters = list(module.parameters())
         if not parameters or isinstance(module, ParametrizationList):  # it runs as it is registered, in no model yet
@@ -144,7 +146,7 @@ class Recorder:
         Raises:
             SystemExit: with code 2, if a rule matches no module and no other model could be meant.
         """
-        has_hooks = self.capture is not None and self.capture.root_of(module) is not None
+        has_hooks = self.capture is not None and self.capture.roots.root_of(module) is not None
         root = self._root_for(module)
         if root.can_enter_at(module):
             root.enter_at(module)
@@ -160,20 +162,20 @@ class Recorder:
             args = moved[0]
             kwargs.update(moved[1])  # in place, because the call goes on with this very dict
         watch = None if has_hooks else next((w for w in root.modules if w.module() is module), None)
-        if watch is not None and watch.pre_hook is not None:
-            watch.pre_hook(module, args, kwargs)
+        if watch is not None and watch.hooks.pre_hook is not None:
+            watch.hooks.pre_hook(module, args, kwargs)
         return args if moved is not None else None
 
     def _root_for(self, module: nn.Module) -> Root:
         """Return the root (recorded model) that contains a module, or make the outermost model around it a root."""
         capture = self.capture
-        if capture is not None and (root := capture.root_of(module)) is not None:
+        if capture is not None and (root := capture.roots.root_of(module)) is not None:
             return root
         model, optimizers, whole_sets = model_around(module, of_any=self.settings.roots == "any")
         if capture is None:
             self._stop_for_rules(model)
             self._early.live = optimizers  # `_start` takes the optimizers, without another scan of all objects
-        elif (root := capture.root_of(model)) is not None and self.recording is not None:
+        elif (root := capture.roots.root_of(model)) is not None and self.recording is not None:
             # The root has got another outermost module.
             with self._lock, collector_paused():
                 root.renew()
@@ -181,7 +183,7 @@ class Recorder:
             return root
         root = self.add_root(model, None)
         if whole_sets:
-            root.inventory.note_whole_sets(whole_sets)
+            root.notes.note(whole_sets=whole_sets[:_MOST_SETS])
         return root
 
     def _stop_for_rules(self, module: nn.Module) -> None:
@@ -231,7 +233,7 @@ class Recorder:
                     raise
             assert self.recording is not None
             with collector_paused():
-                root = self.recording.capture.add_root(module, name)
+                root = self.recording.capture.roots.add(module, name)
                 self.recording.optimizers.rescan()
             return root
 
@@ -317,7 +319,7 @@ class Recorder:
         is_known = optimizers.has_root(optimizer)
         is_due = not is_known or capture.clock.num_optimizer_steps % _SEARCH_EVERY == 0
         if is_due and self._num_renewals < _MAX_RENEWALS:
-            has_grown = capture.renew_grown_roots()
+            has_grown = capture.roots.renew_grown()
             self._num_renewals += has_grown or not is_known
             if has_grown:
                 optimizers.rescan()
@@ -339,7 +341,8 @@ class Recorder:
         if len(paths) != self._num_judged:
             self._num_judged = len(paths)
             problems = capture.selection.unmatched(paths)
-            if not any(root.flats for root in capture.roots):  # FSDP1 takes the parameters out of their modules
+            # FSDP1 takes the parameters out of their modules.
+            if not any(root.parameters.flats for root in capture.roots):
                 modules = [module for root in capture.roots for module in root.inventory.described]
                 problems += capture.selection.without_parameters(modules)
             problems += capture.selection.for_no_rank(recording.world_size)

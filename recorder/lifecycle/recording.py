@@ -18,10 +18,10 @@ from typing import Any
 from torch.optim import Optimizer
 
 from .. import native
-from ..capture import topology
 from ..capture.core import Capture
-from ..capture.optimizer import OptimizerHooks
-from ..capture.program_values import LossFinder
+from ..capture.optimizers.optimizer_hooks import OptimizerHooks
+from ..capture.parallel import topology
+from ..capture.program_values.loss_finder import LossFinder
 from ..capture.staging.pool import Pool, default_capacity_bytes
 from ..config import Loaded
 from ..format.commands import PAUSE, RESUME, SET, UNDO
@@ -160,7 +160,7 @@ class Recording:
 
     def _resolve_target(self) -> Any:
         """Decide where to write. Called on the writer thread, because it may wait for the other ranks."""
-        from ..write.writer import RunTarget
+        from ..write.writer_directory import RunTarget
 
         name, is_shared = topology.run_id(self._topology, deadline_s=self._settings.join_deadline_s)
         if not is_shared:

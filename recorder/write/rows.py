@@ -61,15 +61,9 @@ class RowBatch:
     """Rows of one kind that will be written together."""
 
     def __init__(
-        self,
-        *,
-        attempt: int,
-        rank: int,
-        encoder: Encoder,
-        batch_bytes: int,
-        max_rows: int = MAX_ROWS,
+        self, *, attempt: int, rank: int, encoder: Encoder, batch_bytes: int, max_rows: int = MAX_ROWS,
         is_payload_apart: bool = True,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Begin empty. The batch is full at `batch_bytes` of payload or at `max_rows` rows.
 
         `attempt` and `rank` are the values of the columns of these names. `is_payload_apart` is True if a built batch

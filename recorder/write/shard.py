@@ -237,13 +237,9 @@ class BatchFile:
         return self.file.end
 
     def append(
-        self,
-        batch: pa.RecordBatch,
-        ledger: Mapping[str, object],
-        *,
-        crcs: Crcs | None = None,
+        self, batch: pa.RecordBatch, ledger: Mapping[str, object], *, crcs: Crcs | None = None,
         payload: Payload | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Write one batch, which must not be a slice. After an OSError the file may be longer than before.
 
         `ledger` has the counts of rows, with this batch. `crcs` are the checksums of the batch, if they are already

@@ -10,41 +10,32 @@ import logging
 import queue
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import compress
 from pathlib import Path
 from typing import Any, TypeGuard
 
 from ..config import Settings
 from ..errors import WriteError
 from ..records import (
-    KEEP_FINGERPRINT,
     KEEP_RING,
-    KEEP_STATS,
     KEEP_TENSOR,
     MOST_TOGETHER,
     NUMBERS_TOGETHER,
     SMALL_BYTES,
-    LostError,
     Measure,
     Measured,
     MeasuredTogether,
     MeasureSmall,
-    Ready,
     Staged,
-    kind_of,
 )
 from ..rules import RingWindow
 from ..system.log import can_say, say
 from .file import FILE_MODES, Disk, SyncThread
+from .intake import Intake
 from .ledger import ABANDONED, CLOSED, INTERRUPTED, WRITER_DEAD, WRITER_ERROR, Ledger, Notices
 from .ring import Due, Dump, Ring, Room
-from .rows import NOT_MEASURED
 from .writer_directory import RunTarget, WriterDirectory
-
-__all__ = ["CloseReport", "RunTarget", "Writer", "WriterStats"]
 
 _log = logging.getLogger(__name__)
 
@@ -66,7 +57,6 @@ _SEAL_SHARE = 0.25
 _LAST_SHARE = 0.125
 """The share of `close`'s deadline that is reserved for the last counts of rows, once hanging syncs are given up."""
 _SMALL_KEEPS = (*NUMBERS_TOGETHER, KEEP_TENSOR, *(KEEP_TENSOR | keep for keep in NUMBERS_TOGETHER))
-_UNMEASURABLE = Measured(note="no_statistics:error")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,20 +114,12 @@ class Writer:
     """
 
     def __init__(
-        self,
-        *,
-        settings: Settings,
-        measure: Measure,
-        measure_small: MeasureSmall | None = None,
-        observed: Callable[[], int],
-        resolve_dir: Callable[[], RunTarget],
-        poll: Callable[[], Mapping[str, Any] | None],
+        self, *, settings: Settings, measure: Measure, measure_small: MeasureSmall | None = None,
+        observed: Callable[[], int], resolve_dir: Callable[[], RunTarget], poll: Callable[[], Mapping[str, Any] | None],
         saw: Callable[[Sequence[Staged], Sequence[Measured]], None] = lambda records, measured: None,
-        ending: Callable[[], None] = lambda: None,
-        sealed: Callable[[], None] = lambda: None,
-        disk: Disk | None = None,
+        ending: Callable[[], None] = lambda: None, sealed: Callable[[], None] = lambda: None, disk: Disk | None = None,
         clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Prepare the writer. Nothing runs before `start`.
 
         All functions but `observed` are called on the writer thread. `saw`, `ending` and `sealed` may not raise.
@@ -160,13 +142,8 @@ class Writer:
         """
         self.last_progress_s = clock()
         """The time on `clock` at which the writer was last between two records. It stops while the disk hangs."""
-        self.refused: dict[str, str] = {}
-        """Maps a kind of shard that takes no records now to the reason, such as a full disk. Read on any thread."""
-        self._measure = measure
-        self._measure_small = measure_small
         self._resolve_dir = resolve_dir
         self._poll = poll
-        self._saw = saw
         self._clock = clock
         self._ledger = Ledger(observed)
         self._notices = Notices(_log, clock)
@@ -175,6 +152,13 @@ class Writer:
         self._disk.keeps_reserve = True
         self._disk.syncs = self._syncs = SyncThread()
         self._writer_directory = WriterDirectory(settings, self._ledger, self._disk, self._notices, clock)
+        self._intake = Intake(
+            self._writer_directory, self._ledger, self._notices, clock, measure=measure, measure_small=measure_small,
+            saw=saw, tick=self._tick, abandon=self._abandon,
+        )  # fmt: skip
+        self._take_together, self._record = self._intake.take_together, self._intake.record
+        self.refused = self._intake.refused
+        """Maps a kind of shard that takes no records now to the reason, such as a full disk. Read on any thread."""
         self._queue: queue.SimpleQueue[Staged | MeasuredTogether | _Drain] = queue.SimpleQueue()
         self._put_back: _Item | None = None
         """The item that came after a group of small records. The writer handles it before the items of the queue."""
@@ -214,13 +198,9 @@ class Writer:
         """Keep records with `KEEP_RING` in memory until a trigger asks for their steps. Called before `start`."""
         settings = self._settings
         self._ring = Ring(
-            window=window,
-            room=room,
-            hold_s=settings.ring_hold_s,
-            max_bytes=settings.dump_max_bytes,
-            ledger=self._ledger,
-            clock=self._clock,
-        )
+            window=window, room=room, hold_s=settings.ring_hold_s, max_bytes=settings.dump_max_bytes,
+            ledger=self._ledger, clock=self._clock,
+        )  # fmt: skip
         self._writer_directory.dumps = self._ring.dumps
 
     def dump(self, dump: Dump) -> None:
@@ -266,13 +246,10 @@ class Writer:
     def stats(self) -> WriterStats:
         """Return a snapshot of the writer. Called on any thread."""
         return WriterStats(
-            is_alive=self._thread.is_alive(),
-            written_bytes=self._writer_directory.written_bytes,
-            last_written_step=self._writer_directory.last_written_step,
-            queue_length=self._queue.qsize(),
-            last_progress_s=self.last_progress_s,
-            ledger=self._ledger.snapshot(),
-        )
+            is_alive=self._thread.is_alive(), written_bytes=self._writer_directory.written_bytes,
+            last_written_step=self._writer_directory.last_written_step, queue_length=self._queue.qsize(),
+            last_progress_s=self.last_progress_s, ledger=self._ledger.snapshot(),
+        )  # fmt: skip
 
     def drain(self, deadline_s: float) -> bool:
         """Wait until every record that was put before this call is on the disk and synced.
@@ -320,13 +297,9 @@ class Writer:
             accounts = report.ledger
             lost = ", ".join(f"{count} {reason}" for reason, count in accounts["dropped"].items())
             say(
-                _log,
-                logging.WARNING,
-                "the recording is incomplete: %s of %s rows were written (%s)",
-                accounts["written"],
-                accounts["observed"],
-                lost or "shards that could not be sealed are readable, too",
-            )
+                _log, logging.WARNING, "the recording is incomplete: %s of %s rows were written (%s)",
+                accounts["written"], accounts["observed"], lost or "shards that could not be sealed are readable, too",
+            )  # fmt: skip
         self._report = report
         return report
 
@@ -335,6 +308,7 @@ class Writer:
         now = self._clock()
         self._close_until_s = min(self._close_until_s, now + deadline_s)
         self._abandon_after_s = min(self._abandon_after_s, now + (1 - _SEAL_SHARE) * deadline_s)
+        self._intake.abandon_after_s = self._abandon_after_s
         self._syncs.hurry(time.monotonic() + (1 - _LAST_SHARE) * (self._close_until_s - now))
         self._wake()
 
@@ -415,8 +389,7 @@ class Writer:
 
     def _run_once(self) -> None:
         try:
-            self._tick()
-            if not self._is_stopped:
+            if self._tick():
                 item = self._next_item()
                 if _is_small(item):
                     self._handle_small(item)
@@ -455,58 +428,12 @@ class Writer:
             item = self._next_item()
         self._put_back = item
         try:
-            self._take_together(records)
+            self._nap_s = _LONG_NAP_S
+            if self._take_together(records):
+                self._num_failures = 0
         finally:
             for staged in records:
                 staged.block.release()
-
-    def _take_together(self, records: Sequence[Staged], measured: Sequence[Measured] | None = None) -> None:
-        """Take small records, each into the batch of its kind of shard."""
-        self._nap_s = _LONG_NAP_S
-        kinds = [kind_of(staged.keep, staged.origin.site) for staged in records]
-        num_left, drop_reasons = Counter(kinds), dict.fromkeys(kinds, WRITER_ERROR)
-        try:
-            if self._clock() > self._abandon_after_s:
-                self._refusal = ABANDONED
-                drop_reasons = dict.fromkeys(kinds, ABANDONED)
-                return
-            refusals = {kind: reason for kind in num_left if (reason := self._refuses(kind)) is not None}
-            if refusals:
-                drop_reasons |= refusals
-                is_taken = [kind not in refusals for kind in kinds]
-                kinds, records = list(compress(kinds, is_taken)), list(compress(records, is_taken))
-                measured = measured and list(compress(measured, is_taken))
-                if not records:
-                    return
-            measured = measured or self._measured_together(records)
-            self._saw(records, measured)
-            for kind in dict.fromkeys(kinds):
-                is_of_kind = [one == kind for one in kinds]
-                its, numbers = list(compress(records, is_of_kind)), list(compress(measured, is_of_kind))
-                shards = self._writer_directory.shards_by_kind[kind]
-                while num_left[kind]:
-                    start = len(its) - num_left[kind]
-                    try:
-                        num_left[kind] -= shards.add_small(its[start:], numbers[start:])
-                    except MemoryError as error:
-                        drop_reasons[kind] = shards.ran_out_of_memory(error)
-                        break
-                    shards.flush_if_full()
-            self._num_failures = 0
-        finally:
-            for kind, num in num_left.items():
-                if num:
-                    self._ledger.drop(drop_reasons[kind], num)
-
-    def _measured_together(self, records: Sequence[Staged]) -> Sequence[Measured]:
-        is_to_do = [staged.keep & KEEP_STATS and staged.measured is None for staged in records]
-        if self._measure_small is not None:
-            with contextlib.suppress(Exception):  # after an error each record is measured alone, which logs the error
-                done = iter(self._measure_small(list(compress(records, is_to_do))))
-                return [
-                    next(done) if is_now else self._measured(one) for one, is_now in zip(records, is_to_do, strict=True)
-                ]
-        return [self._measured(staged) for staged in records]
 
     def _handle(self, item: _Item | None) -> None:
         if item is None:
@@ -525,14 +452,16 @@ class Writer:
             finally:
                 item.is_done = True
         elif self._clock() > self._abandon_after_s:
-            self._refusal = ABANDONED
+            self._abandon()
             self._drop(item.staged if isinstance(item, Due) else item)
         elif isinstance(item, MeasuredTogether):
             try:
                 num_left = item.num_rows
                 made = item.make()
                 num_left = 0
-                self._take_together(*made)
+                self._nap_s = _LONG_NAP_S
+                if self._take_together(*made):
+                    self._num_failures = 0
             finally:
                 if num_left:
                     self._ledger.drop(WRITER_ERROR, num_left)
@@ -548,30 +477,10 @@ class Writer:
             self._num_failures = 0
         else:
             if item.keep & KEEP_RING and self._ring is not None:
-                self._hold(self._ring, item)
+                self._intake.hold(self._ring, item)
             else:
                 self._record(item)
             self._num_failures = 0
-
-    def _hold(self, ring: Ring, staged: Staged) -> None:
-        """Put a record into the ring (the last steps' records) once its bytes have arrived. Measure it at once."""
-        is_held = False
-        drop_reason = WRITER_ERROR
-        try:
-            lost = self._wait_for(staged.ready) if staged.ready is not None else None
-            if lost is not None:
-                drop_reason = lost
-                return
-            measured = None
-            if staged.keep & (KEEP_STATS | KEEP_FINGERPRINT):
-                measured = self._measured(staged)
-                self._saw([staged], [measured])
-            ring.put(staged, measured)
-            is_held = True
-        finally:
-            if not is_held:
-                staged.block.release()
-                self._ledger.drop(drop_reason, staged.num_parts)
 
     def _ring_ends(self) -> bool:
         """End the ring once the queue is empty. Return True if the ring has handed over records to write."""
@@ -590,96 +499,30 @@ class Writer:
             self._next_told_s = self._clock() + _TELL_S
             self._writer_directory.mark_stale()
 
-    def _refuses(self, kind: str) -> str | None:
-        """Return why records of a kind are dropped now, and publish the reason in `refused`. Return None if not."""
-        refusal = self._writer_directory.refusal(kind)
-        if refusal is not None:
-            self.refused[kind] = refusal
-        return refusal
+    def _tick(self) -> bool:
+        """Show that the thread is alive, do work that is due by the clock, and return whether the writer goes on.
 
-    def _record(self, staged: Staged, due: Due | None = None) -> bool:
-        """Take one record into its shard's batch, and write the batch if full. Return True if all rows were taken.
-
-        `due` is the record as the ring returned it, measured and passed to `saw`; None if it was not in the ring.
+        Not called within a record.
         """
-        kind = kind_of(staged.keep, staged.origin.site)
-        num_left = staged.num_parts
-        drop_reason = WRITER_ERROR
-        try:
-            lost = self._wait_for(staged.ready) if staged.ready is not None and due is None else None
-            if lost is not None:
-                drop_reason = lost
-                return False
-            if (refusal := self._refuses(kind)) is not None:
-                drop_reason = refusal
-                return False
-            shards = self._writer_directory.shards_by_kind[kind]
-            measured = (due and due.measured) or self._measured(staged)
-            if due is None:
-                self._saw([staged], [measured])
-            for part in range(staged.num_parts):
-                if part:
-                    shards.flush_if_full()
-                    self._tick()
-                    if self._is_stopped:
-                        return False
-                try:
-                    shards.add(staged, measured, part)
-                except MemoryError as error:
-                    drop_reason = shards.ran_out_of_memory(error)
-                    return False
-                num_left -= 1
-        finally:
-            staged.block.release()
-            if num_left:
-                self._ledger.drop(drop_reason, num_left)
-        shards.flush_if_full()
-        return True
-
-    def _wait_for(self, ready: Ready) -> str | None:
-        """Wait for the bytes of a record, and do due work meanwhile. Return the drop reason if the bytes are lost."""
-        try:
-            while not ready.wait(_SHORT_NAP_S):
-                self._tick()
-                if self._is_stopped or self._clock() > self._abandon_after_s:
-                    self._refusal = ABANDONED
-                    return ABANDONED
-        except LostError as error:
-            if error.__cause__ is not None:
-                self._notices.failed("a value did not arrive from its device", error.__cause__)
-            return str(error)
-        return None
-
-    def _measured(self, staged: Staged) -> Measured:
-        if not staged.keep & (KEEP_STATS | KEEP_FINGERPRINT):
-            return NOT_MEASURED
-        try:
-            if staged.measured is not None:
-                return staged.measured(staged.block.data, staged.chunk)
-            return self._measure(
-                staged.block.data, staged.dtype, staged.shape, staged.chunk, staged.keep, staged.origin.unit_dim
-            )
-        except Exception as error:
-            self._notices.failed("statistics could not be computed; rows are written without statistics", error)
-            return _UNMEASURABLE
-
-    def _tick(self) -> None:
-        """Show that the thread is alive, and do work that is due by the clock. Not called within a record."""
         self.last_progress_s = now = self._clock()
         if now < self._next_look_s:
-            return
+            return not self._is_stopped
         self._next_look_s = now + _LOOK_S
         self._take_manifest()
         self._begin_dumps()
         self._writer_directory.flush_due()
         for kind in list(self.refused):
-            if self._refuses(kind) is None:
+            if self._intake.refuses(kind) is None:
                 del self.refused[kind]
         if now >= self._next_poll_s and self._refusal is None:
             self._next_poll_s = now + _POLL_S
             if (manifest := self._poll()) is not None:
                 self._writer_directory.set_manifest(manifest)
             self._show()
+        return not self._is_stopped
+
+    def _abandon(self) -> None:
+        self._refusal = ABANDONED
 
     def _take_manifest(self) -> None:
         manifest, self._manifest = self._manifest, None

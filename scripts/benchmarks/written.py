@@ -10,7 +10,8 @@ from typing import Any
 
 from recorder.capture.staging.measure import measure
 from recorder.records import Staged
-from recorder.write.writer import RunTarget, Writer
+from recorder.write.writer import Writer
+from recorder.write.writer_directory import RunTarget
 from tests.rigs.writer import settings_of_any_size
 
 

@@ -316,7 +316,7 @@ def _memory(folder: Path, arguments: argparse.Namespace) -> Iterator[str]:
 def _touched_bytes() -> int:
     """The largest part of the pool that records have used."""
     current = active._current
-    return sum(pool.peak_bytes for pool in current.capture.pools) if current and current.capture else 0
+    return sum(pool.peak_bytes for pool in current.capture.memory.pools) if current and current.capture else 0
 
 
 def _resident_bytes() -> int:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from recorder.analyze.first.first import first
-from recorder.capture.probe import BLOCK_STEPS
+from recorder.capture.probe.probe_rows import BLOCK_STEPS
 from recorder.capture.staging.devices import DeviceNorms
 from recorder.config import DEFAULT_RULES
 from tests.capture.staging.fake_device import FakeDevice, fake_gpu
@@ -27,7 +27,7 @@ _KEY = ["module_path", "site", "name", "step"]
 
 @pytest.fixture(autouse=True)
 def _on_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("recorder.capture.probe._is_on_host", lambda tensor: False)
+    monkeypatch.setattr("recorder.capture.probe.probe._is_on_host", lambda tensor: False)
 
 
 class Net(nn.Module):
@@ -144,7 +144,7 @@ def test_values_while_a_graph_is_captured_are_not_measured(tmp_path: Path) -> No
 
 
 def test_a_device_that_hangs_holds_up_no_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("recorder.capture.probe._WAIT_S", 0.2)
+    monkeypatch.setattr("recorder.capture.probe.probe._WAIT_S", 0.2)
     device = FakeDevice()
     device.main.is_hung = True
     began_s = time.monotonic()

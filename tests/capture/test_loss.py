@@ -256,7 +256,7 @@ def test_an_error_in_the_loss_of_an_evaluation_costs_only_this_loss(
         raise RuntimeError("no such value")
 
     with recorder.attach(outer := WithLoss(model), enabled=True, dir=str(tmp_path), rules=RULES):
-        monkeypatch.setattr("recorder.capture.program_values._local_loss", fails)
+        monkeypatch.setattr("recorder.capture.program_values.scalars.local_loss", fails)
         epochs(outer, evaluate)
     assert losses(tmp_path, "eval_loss") == []
     frame: Any = recorder.open_run(tmp_path).to_pandas(columns=["step", "site"])
@@ -306,7 +306,7 @@ def test_an_error_of_ours_there_is_counted_and_does_not_reach_training(
     def fails(*args: Any) -> None:
         raise RuntimeError("no loss today")
 
-    monkeypatch.setattr("recorder.capture.program_values.Scalars.add_loss", fails)
+    monkeypatch.setattr("recorder.capture.program_values.scalars.Scalars.add_loss", fails)
     with recorder.attach(model, enabled=True, dir=str(tmp_path), rules=RULES):
         train(model)
     run = recorder.open_run(tmp_path)
@@ -345,7 +345,7 @@ def test_a_run_with_losses_equals_one_from_before_there_were_any(
     for name in ("with", "without"):
         model.load_state_dict(state)
         if name == "without":
-            monkeypatch.setattr("recorder.capture.program_values.Scalars.add_loss", lambda *args: None)
+            monkeypatch.setattr("recorder.capture.program_values.scalars.Scalars.add_loss", lambda *args: None)
         with recorder.attach(model, enabled=True, dir=str(tmp_path / name), rules="site=* keep=tensor,stats"):
             train(model)
     runs = [recorder.open_run(tmp_path / name) for name in ("with", "without")]

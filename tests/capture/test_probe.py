@@ -25,7 +25,7 @@ import recorder
 from recorder.analyze.doctor.expected import compare
 from recorder.analyze.doctor.reply import checks_of
 from recorder.analyze.first.first import first
-from recorder.capture.probe import BLOCK_STEPS
+from recorder.capture.probe.probe_rows import BLOCK_STEPS
 from recorder.capture.staging.pool import Pool
 from recorder.columns import COLUMNS, Role
 from recorder.config import DEFAULT_RULES
@@ -530,8 +530,8 @@ _KILLED = """
 import os, signal, torch
 from torch import nn
 import recorder
-import recorder.capture.probe as probe
-probe._BLOCK_S = 0.0
+import recorder.capture.probe.probe_rows as probe_rows
+probe_rows._BLOCK_S = 0.0
 model = nn.Linear(2, 2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for step in range(9):
@@ -554,7 +554,7 @@ def test_a_killed_process_leaves_the_blocks_that_were_over(tmp_path: Path) -> No
 
 
 def test_a_block_does_not_wait_for_a_step_that_takes_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("recorder.capture.probe._BLOCK_S", 0.2)
+    monkeypatch.setattr("recorder.capture.probe.probe_rows._BLOCK_S", 0.2)
     appended: list[int] = []
     with flagged(tmp_path, PROBE) as recording:
         model = Net()
@@ -735,7 +735,7 @@ def test_repeated_elements_and_complex_ones_count_without_a_copy(tmp_path: Path)
 
 
 def test_hooks_rest_where_every_value_is_on_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("recorder.capture.probe._is_on_host", lambda tensor: False)
+    monkeypatch.setattr("recorder.capture.probe.probe._is_on_host", lambda tensor: False)
     torch._dynamo.utils.counters.clear()  # other tests of this process may have compiled something
     with flagged(tmp_path, "; ".join(rule.text for rule in DEFAULT_RULES)) as recording:
         model = Net()
@@ -936,7 +936,7 @@ def test_what_is_called_for_a_graph_by_a_thread_or_in_a_backward_is_no_call_of_a
 def test_values_beyond_the_most_that_have_a_number_at_every_step_are_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("recorder.capture.probe.MAX_COLUMNS", 3)
+    monkeypatch.setattr("recorder.capture.probe.probe.MAX_COLUMNS", 3)
     with flagged(tmp_path, PROBE) as recording:
         _train(Net(), 9)
     assert len(_probe(recording).groupby(["module_path", "site", "name"])) == 3

@@ -14,7 +14,7 @@ import torch._dynamo.utils
 from torch import nn
 
 from recorder.analyze.doctor.expected import compare
-from recorder.capture.hooks.graph_rows import TapRows
+from recorder.capture.program_values.tap_rows import TapRows
 from recorder.capture.rule_commands import RuleCommands
 from recorder.format.commands import PAUSE, RESUME, SET, UNDO, Command, send
 from recorder.lifecycle import active as recording_side

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from recorder.capture.topology import read, run_id
+from recorder.capture.parallel.topology import read, run_id
 
 BATCH = {
     **{"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"},
@@ -94,7 +94,7 @@ def test_a_launch_of_torchrun_on_one_node_names_its_run(tmp_path: Path) -> None:
     script = tmp_path / "nested.py"
     script.write_text(
         "import os, subprocess, sys\n"
-        "from recorder.capture.topology import read, run_id\n"
+        "from recorder.capture.parallel.topology import read, run_id\n"
         "print(run_id(read(os.environ), deadline_s=0.1)[0], flush=True)\n"
         "sys.argv.pop() and subprocess.run(['sh', '-c', f'{sys.executable} nested.py \"\"; :'], check=True)\n"
     )

@@ -18,7 +18,7 @@ import recorder
 from recorder.analyze.check.check import check
 from recorder.analyze.first.first import first
 from recorder.analyze.layouts import layouts, reply_of
-from recorder.capture.marks import cut_calls
+from recorder.capture.parallel.cut_calls import cut_calls
 from recorder.merge.merge import merge_run
 from tests.rigs import jobs
 from tests.rigs.jobs import SCRIPTS

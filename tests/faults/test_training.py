@@ -17,9 +17,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import recorder
-from recorder.capture.hooks.module import MODULES, HookedModule
+from recorder.capture.hooks.module import HookedModule
+from recorder.capture.hooks.module_hooks import MODULES
 from recorder.capture.hooks.root import Root
-from recorder.capture.optimizer import OptimizerHooks
+from recorder.capture.optimizers.optimizer_hooks import OptimizerHooks
 from recorder.observe.clock import Clock, RootClock
 from tests.rigs import jobs
 from tests.rigs.capturing import Recording, Tiny, batch, flagged

@@ -16,8 +16,8 @@ import pytest
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from recorder.capture import topology
-from recorder.capture.topology import JobRank, open_job_store
+from recorder.capture.parallel import topology
+from recorder.capture.parallel.topology import JobRank, open_job_store
 from recorder.format.commands import COMMAND_BYTES, DUMP, SET, UNDO, Command, send
 from recorder.format.rundir import RUN_MANIFEST
 from recorder.lifecycle.commands import Carrier, _digest

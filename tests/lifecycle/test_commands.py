@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from recorder.capture.topology import JobRank
+from recorder.capture.parallel.topology import JobRank
 from recorder.errors import CommandError
 from recorder.format.commands import COMMANDS, DUMP, PAUSE, Command, command_name, send
 from recorder.lifecycle.commands import Commands

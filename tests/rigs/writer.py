@@ -15,7 +15,8 @@ from recorder.records import Measured, MeasureSmall, Staged
 from recorder.rules import RingWindow
 from recorder.write.file import Disk
 from recorder.write.ring import Room
-from recorder.write.writer import CloseReport, RunTarget, Writer
+from recorder.write.writer import CloseReport, Writer
+from recorder.write.writer_directory import RunTarget
 from tests.rigs.fakes import FakeBlock, fake_measure, fake_staged
 from tests.rigs.waiting import PATIENCE_S
 

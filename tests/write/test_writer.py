@@ -40,7 +40,7 @@ from recorder.system.processes import CoreShare
 from recorder.write import shard as shard_module
 from recorder.write.file import PageMemory
 from recorder.write.rows import MAX_ROWS
-from recorder.write.writer import RunTarget
+from recorder.write.writer_directory import RunTarget
 from tests.rigs.fakes import FakeBlock, FaultyDisk, fake_measure, fake_staged
 from tests.rigs.waiting import PATIENCE_S, wait_until
 from tests.rigs.writer import Rig, read_open, read_sealed
@@ -847,7 +847,7 @@ def test_small_records_that_are_all_refused_are_no_failure_of_the_writer(
 ) -> None:
     rig = Rig(tmp_path)
     seen: list[int] = []
-    monkeypatch.setattr(rig.writer, "_saw", lambda records, measured: seen.append(len(records)))
+    monkeypatch.setattr(rig.writer._intake, "_saw", lambda records, measured: seen.append(len(records)))
     monkeypatch.setattr(rig.writer._writer_directory, "refusal", lambda kind: "disk_full")
     block = _put_measured(rig, 5)
     rig.start()

@@ -23,7 +23,7 @@ from ...observe.tree import Hook
 from ...records import Chunk, SeenValue, Staged, StepPosition, ValuePlace
 from ...system.log import Events
 from ...taps.graphs import leave_uncompiled
-from ..aliases import WRAPPED, Aliases, made_of, wrapped
+from ..parallel.aliases import WRAPPED, Aliases, made_of, wrapped
 from ..token_blocks import TokenBlocks
 from .given import GivenArguments
 
@@ -171,15 +171,9 @@ class GradientArrives:
     __slots__ = ("_call", "_is_once", "_keep", "_moment", "_origin", "_repeat", "_scope", "capture", "chunk", "handle")
 
     def __init__(
-        self,
-        capture: CaptureForHooks,
-        origin: ValuePlace,
-        moment: StepPosition,
-        call: int,
-        keep: int,
-        scope: str | None = None,
-        repeat: int = 0,
-    ) -> None:
+        self, capture: CaptureForHooks, origin: ValuePlace, moment: StepPosition, call: int, keep: int,
+        scope: str | None = None, repeat: int = 0,
+    ) -> None:  # fmt: skip
         self.capture = capture
         self._origin = origin
         self._moment = moment

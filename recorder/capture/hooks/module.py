@@ -5,14 +5,12 @@ Nothing here may raise into training or keep a module alive.
 
 from __future__ import annotations
 
-import itertools
 import sys
 import threading
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from types import FrameType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -23,14 +21,14 @@ from ...observe.selection import NOTHING, unit_dim_of
 from ...records import KEEP_PROBE, KEEP_REPLAY, KEEP_TOKENS, Chunk, SeenValue, StepPosition, ValuePlace
 from ...rules import Rule
 from ...sites import CALL, GRADIENT_OF, LABELS, OF_CALLS, is_labels
-from ...taps.graphs import in_functorch, is_traced
-from ...taps.module_taps import is_tapped
-from ..aliases import Waiting, chunk_of_gradient, has_owner
 from ..local_values import is_dtensor, requires_gradient
-from ..marks import CutCalls, chunk_of_parameter, chunks_of_given, is_marked, split_of, tensor_ranks
-from ..topology import is_distributed
-from .callbacks import NO_ROOM, CalledRoot, GradientArrives, NumberedHook, watch_argument_gradient, watch_gradient
+from ..parallel.aliases import Waiting, chunk_of_gradient, has_owner
+from ..parallel.cut_calls import CutCalls
+from ..parallel.marks import chunk_of_parameter, chunks_of_given, is_marked, split_of, tensor_ranks
+from ..parallel.topology import is_distributed
+from .callbacks import CalledRoot, GradientArrives, watch_argument_gradient, watch_gradient
 from .calls import record_call
+from .module_hooks import MODULES, ModuleHooks
 
 _Call = tuple[Slice, str, int, "tuple[int, int] | None"]
 """A call of a module: `Slice` (the model's forward and backward), phase, call index, `Slice.new_graph`'s result."""
@@ -40,9 +38,6 @@ its gradient, and what `seen_before` has returned."""
 _MAX_LEAVES = 4096
 _OVER_TIME = (nn.RNNBase, nn.MultiheadAttention)
 """The modules whose attribute `batch_first` says which dim of the input is the time."""
-_numbers = itertools.count(1)
-_is_compiling = torch.compiler.is_compiling
-_is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 _graph_task = torch._C._current_graph_task_id
 
 
@@ -65,11 +60,10 @@ class HookedModule:
     """One module under hooks: the rules that select its values, and its calls that are under way."""
 
     __slots__ = (
-        "_again", "_call_key", "_cut", "_disarmed", "_first", "_handles", "_has_after", "_is_callable", "_is_leaf",
-        "_is_time_first", "_leaves", "_number", "_open_calls", "_owner", "_resting", "_signature", "_tapped_slice",
-        "_usual", "_wants_local", "capture", "class_name", "has_entered", "has_graph", "has_trained",
-        "is_expert", "is_hidden", "labels_shape", "module", "node_path", "pre_hook", "root", "root_name", "rule_sets",
-        "time_and_batch", "was_called",
+        "_again", "_call_key", "_cut", "_disarmed", "_first", "_has_before", "_is_callable", "_is_leaf",
+        "_is_time_first", "_leaves", "_open_calls", "_owner", "_signature", "_tapped_slice", "_usual", "_wants_local",
+        "capture", "class_name", "has_entered", "has_graph", "has_trained", "hooks", "is_expert", "is_hidden",
+        "labels_shape", "module", "node_path", "root", "root_name", "rule_sets", "time_and_batch", "was_called",
     )  # fmt: skip
 
     def __init__(self, root: CalledRoot, node: tree.Node, *, wants_hooks: bool, cut: CutCalls | None = None) -> None:
@@ -101,9 +95,6 @@ class HookedModule:
         """Whether the module's hooks have run; in a call that makes a graph, or whose recompute would; and in a call of
         the model in training that makes no graph."""
         self._signature: tree.Signature | None = None
-        self._handles: list[Any] = []
-        self._resting: list[tuple[Any, tree.Hook]] = []
-        """The hooks that were taken off because they have nothing to record now, each with its handle."""
         self.time_and_batch: tuple[int, int] | None = None
         """Of a recurrent or attention module without `batch_first`: the lengths of the dims that it took for the time
         and for the batch in its last call in training."""
@@ -114,14 +105,14 @@ class HookedModule:
         """Whether a hook or a tap (a point in a compiled graph) has ever observed a call of the module."""
         self._tapped_slice: Slice | None = None
         """The micro-step in which a tap in a graph recorded the output. The hook around the graph skips this output."""
-        self._number = next(_numbers)
         self._wants_local = self._asks_for_local(self.rule_sets)
         self.is_hidden = not wants_hooks
         """True if the module has no hooks, because it is compiled or cannot be called."""
-        self.pre_hook: BeforeForward | None = None
-        self._has_after = False
+        self.hooks = ModuleHooks()
+        self._has_before = False
+        """Whether the module has the hook that observes the beginning of its calls."""
         if wants_hooks:
-            MODULES[self._number] = self
+            MODULES[self.hooks.number] = self
             self._put_hooks(node.module)
 
     def _find_rule_sets(self) -> Mapping[str, int]:
@@ -135,14 +126,8 @@ class HookedModule:
 
     def _put_hooks(self, module: nn.Module) -> None:
         needs_before, needs_after = self._needs(self.rule_sets)
-        if needs_before and self.pre_hook is None:
-            self.pre_hook = BeforeForward(self._number)
-            self._handles.append(tree.put_on(module.register_forward_pre_hook, self.pre_hook, with_kwargs=True))
-        if needs_after and not self._has_after:
-            self._has_after = True
-            after = AfterForward(self._number)
-            self._handles.append(tree.put_on(module.register_forward_hook, after, prepend=True))
-            tree.keep_first(module._forward_hooks)
+        self._has_before |= needs_before
+        self.hooks.put(module, before=needs_before, after=needs_after)
 
     def _needs(self, rule_sets: Mapping[str, int]) -> tuple[bool, bool]:
         needs_before = bool(rule_sets["input"] or rule_sets["grad_input"] or self._asks_for_local(rule_sets))
@@ -155,9 +140,7 @@ class HookedModule:
     def lacks_hooks(self) -> bool:
         """Whether the present rules ask for hooks that are not on the module."""
         needs_before, needs_after = self._needs(self._find_rule_sets())
-        return not self.is_hidden and (
-            (needs_before and self.pre_hook is None) or (needs_after and not self._has_after)
-        )
+        return not self.is_hidden and self.hooks.lack(before=needs_before, after=needs_after)
 
     def reselect(self) -> None:
         """Switch to the present rules, and register the hooks that these rules need. Called between two steps."""
@@ -298,10 +281,10 @@ class HookedModule:
             self.capture.forward_without_root()
         masks = self.capture.masks
         value_mask, gradient_mask = masks[self.rule_sets["output"]], masks[self.rule_sets["grad_output"]]
-        if not value_mask and not gradient_mask and self.pre_hook is None:
+        if not value_mask and not gradient_mask and not self._has_before:
             self._tapped_slice = None
             return
-        begun = self._open_calls.get(threading.get_ident()) if self.pre_hook is not None else None
+        begun = self._open_calls.get(threading.get_ident()) if self._has_before else None
         slice_, phase, _, graph = entered = begun.pop() if begun else self._enter()
         tapped, self._tapped_slice = self._tapped_slice, None
         if tapped is not None and tapped is self.root.slice_now()[0]:
@@ -334,7 +317,7 @@ class HookedModule:
         self._see("output", "", output, entered, KEEP_PROBE, 0)
         if self._cut is None and (again := capture.seen_before(origin, moment.mode, output)) is not None:
             self._again[moment.mode] = again
-            if moment.mode == "train" and self.pre_hook is None and self.has_graph:
+            if moment.mode == "train" and not self._has_before and self.has_graph:
                 is_limited = rule_set in capture.selection.limited
                 self._usual = rule_set, is_limited, self.rule_sets["grad_output"], again
 
@@ -413,46 +396,11 @@ class HookedModule:
         chunk = aliases.chunk_of_alias(tensor)
         return chunk, None if chunk is not None else Waiting(tensor)
 
-    def stay_last(self) -> None:
-        """Make our pre-hook the last one again if the program has registered pre-hooks after it."""
-        module = self.module()
-        if self.pre_hook is not None and module is not None:
-            registered = cast("OrderedDict[int, Any]", module._forward_pre_hooks)
-            number = next((key for key, hook in registered.items() if hook is self.pre_hook), None)
-            if number is not None and next(reversed(registered)) != number:
-                registered.move_to_end(number)
-
     @property
     def rule_sets_of_hooks(self) -> frozenset[int]:
         """Return the rule sets for which the module's hooks record values. Without hooks, the set is empty."""
-        sites = [*OF_CALLS, *(["grad"] if self._wants_local else [])] if self._handles else []
+        sites = [*OF_CALLS, *(["grad"] if self._wants_local else [])] if self.hooks else []
         return frozenset(self.rule_sets[site] for site in sites) - {NOTHING}
-
-    def rest(self) -> None:
-        """Remove the hooks until `wake` is called, because torch calls a module without hooks faster.
-
-        The hooks are taken out of torch's dicts directly, at a tenth of the cost of handles, because modules may rest
-        at every other step.
-        """
-        for handle in self._handles:
-            registered = handle.hooks_dict_ref()
-            if registered is not None and (hook := registered.get(handle.id)) is not None:
-                # The hook is noted before it is removed, because an interrupt may come between the two lines.
-                self._resting.append((handle, hook))
-                registered.pop(handle.id, None)
-
-    def wake(self) -> None:
-        """Put the hooks back that `rest` removed. The forward hook becomes the first one, the pre-hook the last one."""
-        for handle, hook in self._resting:
-            registered = handle.hooks_dict_ref()
-            if registered is not None:
-                registered[handle.id] = hook
-                if hook is not self.pre_hook:
-                    registered.move_to_end(handle.id, last=False)
-                    tree.keep_first(registered)
-                if self._number not in MODULES:  # a signal handler or another thread has closed the module
-                    registered.pop(handle.id, None)
-        self._resting.clear()
 
     def own(self, kind: str) -> Iterator[tuple[str, Any]]:
         """Yield the module's own parameters or buffers by name. Names of experts are numbered as in the whole model."""
@@ -524,64 +472,7 @@ class HookedModule:
     @property
     def is_silent(self) -> bool:
         """Whether the module has hooks that have never fired."""
-        return bool(self._handles) and not self.was_called
-
-    def remove(self) -> None:
-        MODULES.pop(self._number, None)  # the entry is removed first, because `wake` checks it
-        for handle in self._handles:
-            handle.remove()
-
-
-MODULES: dict[int, HookedModule] = {}
-
-
-class BeforeForward(NumberedHook):
-    """The forward pre-hook of a module. It is registered last, so that it gets the same arguments as the forward."""
-
-    __slots__ = ()
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
-        """Pass the arguments to the hooked module. Torch gives no `kwargs` if the hook is removed during the call."""
-        try:
-            if _is_compiling():
-                return
-            hooked = MODULES.get(self.number)
-            if hooked is None or hooked.module() is not module or is_traced():
-                return
-            hooked.before_forward(args, kwargs or {})
-        except Exception as error:
-            if (hooked := MODULES.get(self.number)) is None:
-                return
-            try:
-                hooked.failed("input", error)
-            except NO_ROOM:
-                hooked.capture.lost()
-
-
-class AfterForward(NumberedHook):
-    """The forward hook of a module. It is registered first, so that it gets the output as the forward returned it."""
-
-    __slots__ = ()
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        try:
-            if _is_dynamo_compiling():  # which dynamo takes for True, and costs least
-                return
-            hooked = MODULES.get(self.number)
-            if hooked is None or hooked.module() is not module or is_traced() or hooked.usual_call(output):
-                return
-            if _is_compiling():
-                return
-            if is_tapped(module) and in_functorch():
-                return  # the op records the plain tensor inside this subclass
-            hooked.after_forward(output)
-        except Exception as error:
-            if (hooked := MODULES.get(self.number)) is None:
-                return
-            try:
-                hooked.failed("output", error)
-            except NO_ROOM:
-                hooked.capture.lost()
+        return bool(self.hooks) and not self.was_called
 
 
 def _is_in_reentrant_checkpoint() -> bool:

@@ -24,9 +24,9 @@ from torch import nn
 
 from ...records import Chunk
 from ...system.processes import is_instance
-from ..groups import FSDP1, fsdp1_ranks
 from ..local_values import chunk_of, compact, dtensor_chunk, localized_chunk, merged_notes, written_ranks
-from ..marks import group_ranks, is_marked, ranks_of
+from ..parallel.groups import FSDP1, fsdp1_ranks
+from ..parallel.marks import group_ranks, is_marked, ranks_of
 from .module import HookedModule, StateTime
 
 _NAME = "_flat_param"

@@ -8,8 +8,8 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,41 +19,24 @@ from ...observe.clock import RootClock, Slice
 from ...observe.tree import has_compiled, has_compiled_anything
 from ...records import StepPosition, ValuePlace
 from ...rules import Rule
-from ...sites import GRADIENT_OF, HELD_BY_MODULES, VALUES_OF_CALLS, full_name
+from ...sites import GRADIENT_OF, HELD_BY_MODULES, VALUES_OF_CALLS
 from ...system.processes import comes_from_signal_handler
 from ...taps import module_taps
 from ...taps.instrument import has_tap, put_tap
 from ...taps.module_taps import Where
-from ..groups import (
-    EXPERT,
-    DataParallel,
-    ModelParallel,
-    Pipeline,
-    find_data_parallel,
-    find_model_parallel,
-    find_rank_local,
-    stage_call,
-    wrappers_around,
-)
-from ..local_values import mesh_of, requires_gradient
-from ..marks import CutCalls, cut_calls, cut_inside, marked_model_parallel, marked_ranks
-from ..topology import is_distributed
+from ..local_values import requires_gradient
+from ..parallel.cut_calls import CutCalls, cut_calls, cut_inside
+from ..parallel.groups import stage_call
 from . import callbacks
 from .callbacks import CaptureForHooks, GradientSeen
 from .given import SHIFT_STEPS, GivenArguments
-from .inventory import Inventory, ids_of
+from .inventory import Inventory
 from .jitter import JitterInputs, add_jitter
 from .module import HookedModule, StateTime
-from .parameter_rows import (
-    FlatParameter,
-    FsdpParameter,
-    find_flat_parameters,
-    find_megatron_parts,
-    find_zero_parameters,
-    meshes_of_flat,
-)
-
-_Flat = TypeVar("_Flat", bound=FlatParameter)
+from .module_facts import ids_of
+from .module_hooks import GroupedHooks
+from .sharding import RootParameters, SharedWork
+from .training_notes import TrainingNotes
 
 _LIKE_VALIDATION = 4
 """Calls without gradients in a row, without an update in between, that look like a validation."""
@@ -73,15 +56,9 @@ class Root:
     """A model under hooks, with its clock and the inventory of its modules."""
 
     def __init__(
-        self,
-        capture: CaptureForHooks,
-        module: nn.Module,
-        name: str,
-        *,
-        clock: RootClock | None = None,
-        is_elsewhere: Callable[[Root, nn.Module], bool],
-        inner_roots: Sequence[Root] = (),
-    ) -> None:
+        self, capture: CaptureForHooks, module: nn.Module, name: str, *, clock: RootClock | None = None,
+        is_elsewhere: Callable[[Root, nn.Module], bool], inner_roots: Sequence[Root] = (),
+    ) -> None:  # fmt: skip
         """Put hooks on the outermost module of a model.
 
         `clock` is the clock of an earlier root with this name. Its counts continue, so that no row's key is used twice.
@@ -91,6 +68,11 @@ class Root:
         self.capture = capture
         self.name = name
         self.module: Callable[[], nn.Module | None] = weakref.ref(module)
+        self.parameters = RootParameters(capture, name, self.module, self.path_of)
+        self.is_first_use = self.parameters.is_first_use
+        self.work = SharedWork(capture, name, self.parameters)
+        self.marked_ranks: tuple[int, ...] = ()
+        """The ranks over which the model's plain parameters are cut, by a framework's marks. Empty without marks."""
         inner_clock = inner_roots[0].clock if inner_roots else None
         self.clock: RootClock = clock or inner_clock or RootClock(capture.clock)
         self._inner_roots = inner_roots
@@ -120,25 +102,12 @@ class Root:
         self.is_stand_in = False
         """Whether the root has no module of the program. Nobody can close the root then."""
         self._tap_paths: dict[str, str] = {}
-        self.data_parallel: DataParallel | None = None
-        """The data-parallel group, which splits the batch, for the manifest. None if no wrapper or mark names it."""
-        self.model_parallel: ModelParallel | None = None
-        """The ranks with the same part of the batch, for the manifest. None if no parameter or mark names the ranks."""
-        self.marked_ranks: tuple[int, ...] = ()
-        """The ranks over which the model's plain parameters are cut, by a framework's marks. Empty without marks."""
         self.is_over_meshes = False
         """Whether parameters are or were DTensors. Plain tensors may then share memory with DTensors."""
-        self.rank_local: dict[str, str] | None = None
-        """By full parameter name, why the parameter differs between ranks with different batches, for the manifest."""
-        self.pipeline: Pipeline | None = None
-        """The pipeline stage that this root is, for the manifest. None if no stage was observed to call the root."""
-        self._named: set[tuple[str, str]] | None = None
-        """The pairs of module path and name under which parameters are recorded. None until they are first needed."""
         self.jitter: JitterInputs | None = None
         """The hook that perturbs the root's inputs. None if the setting `jitter` is off."""
         self.moved: dict[str, float] | None = None
         """By kind of value that `jitter` has perturbed, the largest relative change. None before any perturbation."""
-        self._around = [weakref.ref(wrapper) for wrapper in wrappers_around(module)]
         self._install(module)
         self._learn_groups(module)
 
@@ -146,10 +115,10 @@ class Root:
     def shared_work(self) -> dict[str, dict[str, Any] | None]:
         """Return how the root shares work, by kind, for the manifest. An unknown kind is None. Any thread may call."""
         return {
-            "data_parallel": self.data_parallel,
-            "model_parallel": self.model_parallel,
-            "pipeline": self.pipeline,
-            "unshared": self.rank_local,
+            "data_parallel": self.work.data_parallel,
+            "model_parallel": self.work.model_parallel,
+            "pipeline": self.work.pipeline,
+            "unshared": self.work.rank_local,
             "jitter": None
             if self.moved is None
             else {"moved": list(self.moved), "eps": max(self.moved.values(), default=0.0)},
@@ -174,33 +143,9 @@ class Root:
             self.moved = {}
             self.capture.events.add("nothing_moved", f"{self.name}: {_NOTHING_MOVED}", key=self.name)
 
-    def _wrappers_around(self) -> list[nn.Module]:
-        return [wrapper for reference in self._around if (wrapper := reference()) is not None]
-
     def _learn_groups(self, module: nn.Module) -> None:
-        if not is_distributed():
-            return
-        try:
-            self.data_parallel = find_data_parallel(module, self._wrappers_around())
-            around = [*module.modules(), *self._wrappers_around()]
-            meshes = [mesh for parameter in module.parameters() if (mesh := mesh_of(parameter)) is not None]
-            meshes += meshes_of_flat(around)
-            of_meshes = find_model_parallel(meshes, self.data_parallel)
-            self.is_over_meshes |= of_meshes is not None
-            self.marked_ranks = marked_ranks(module)
-            self.model_parallel = of_meshes or marked_model_parallel(self.marked_ranks) or self.model_parallel
-            reasons = find_rank_local(around, self.data_parallel)
-            self.rank_local = {
-                full_name(hooked.node_path, name): reason
-                for hooked in self.modules
-                for name, parameter in hooked.own("_parameters")
-                if (reason := EXPERT if hooked.is_expert else reasons.get(id(parameter)))
-            } or None
-        except Exception as error:
-            if comes_from_signal_handler(error):
-                raise
-            text = f"{self.name}: the ranks that share its batch are not known: {type(error).__name__}: {error}"
-            self.capture.events.add("data_parallel_unknown", text, key=self.name, exception=error)
+        self.work.learn(module, self.modules)
+        self.marked_ranks, self.is_over_meshes = self.work.marked_ranks, self.work.is_over_meshes
 
     def _install(self, module: nn.Module) -> None:
         nodes = tree.walk(module, lambda inner: self._is_elsewhere(self, inner))
@@ -219,55 +164,19 @@ class Root:
         self._handles: list[Any] = []
         callbacks.ROOTS[self._number] = self
         self._add_hooks(module, nodes)
-        self.flats = self._find_flats(module)
-        self.inventory.describe(nodes, self.flats)
-
-    def _find_flats(self, module: nn.Module) -> list[FsdpParameter]:
-        modules = {hooked.node_path: hooked for hooked in self.modules}
-
-        def module_of(owner: nn.Module) -> HookedModule | None:
-            path = self.path_of(owner)
-            return None if path is None else modules.get(path)
-
-        return self._listed(
-            find_flat_parameters([*module.modules(), *self._wrappers_around()], module_of), "are recorded whole"
-        )
-
-    def updated_parts(self, updated: Iterable[torch.Tensor]) -> list[FlatParameter]:
-        """Return the flat tensors of ZeRO and Megatron that optimizers update in place of the root's parameters.
-
-        Args:
-            updated: the tensors that the live optimizers have.
-        """
-        zero = self._listed(find_zero_parameters(self.parameters()), "of ZeRO are not recorded")
-        around = [*self._wrappers_around(), *(module.modules() if (module := self.module()) is not None else ())]
-        parts = find_megatron_parts(around, self.parameters(), updated)
-        return [*zero, *self._listed(parts, "of Megatron's distributed optimizer are not recorded")]
-
-    def _listed(self, flats: Iterator[_Flat], otherwise: str) -> list[_Flat]:
-        """Return the flat parameters. If a framework's attributes are not as expected, report this and return none."""
-        try:
-            return list(flats)
-        except Exception as error:
-            text = f"{self.name}: flat parameters {otherwise}: {type(error).__name__}: {error}"
-            self.capture.events.add("flat_parameters_unknown", text, key=self.name, exception=error)
-            return []
-
-    def find_wrappers(self) -> None:
-        """Look for wrappers again. A model that was wrapped after `attach` may have other parameters now."""
-        module = self.module()
-        if module is not None:
-            self._around = [weakref.ref(wrapper) for wrapper in wrappers_around(module)]
-            self.flats = self._find_flats(module)
+        self.parameters.install(self.modules)
+        self.inventory.describe(nodes, self.parameters.flats)
+        self.notes = TrainingNotes(self.inventory, self.modules, self.module_at, nodes)
 
     def renew(self) -> None:
         """Remove the hooks, and put hooks on the modules that the model has now."""
         module = self.module()
         if module is not None:
-            before = self.inventory
+            before, is_validated = self.inventory, self.notes.is_validated_in_training
             self.remove()
             self._install(module)
             self.inventory.go_on_from(before)
+            self.notes.is_validated_in_training = is_validated
 
     def has_grown(self) -> bool:
         """Whether the model has modules that it did not have when hooks were put on the model."""
@@ -299,10 +208,7 @@ class Root:
             if self.capture.settings.compiled == "tap":  # `torch.compile` may be called later
                 self._tap(node, self.modules[-1])
             self.modules_by_tap |= {where.text: self.modules[-1] for where in module_taps.where_tapped(node.owner)}
-        self._with_hooks: dict[frozenset[int], list[HookedModule]] = {}
-        """The modules with hooks below the root's own, by the rule sets for which the hooks record values."""
-        self._resting: set[frozenset[int]] = set()
-        """The keys of `_with_hooks` whose modules have their hooks off."""
+        self.grouped = GroupedHooks(self.capture)
         self._group_modules()
         if not isinstance(module, torch.jit.ScriptModule):
             if self.capture.settings.jitter:
@@ -350,10 +256,7 @@ class Root:
         return self._entered() is module
 
     def _group_modules(self) -> None:
-        self._with_hooks = {}
-        for hooked in self.modules:
-            if hooked.node_path and (rule_sets := hooked.rule_sets_of_hooks):
-                self._with_hooks.setdefault(rule_sets, []).append(hooked)
+        self.grouped.group((one.rule_sets_of_hooks, one.hooks) for one in self.modules if one.node_path)
 
     def is_seen_at_tap(self, hooked: HookedModule) -> bool:
         """Whether a module without hooks is recorded through a tap (a point in a compiled graph)."""
@@ -361,10 +264,7 @@ class Root:
 
     def reselect(self, rules: Sequence[Rule]) -> None:
         """Apply new rules to the modules that they select. Called between two steps."""
-        for modules in self._with_hooks.values():
-            for hooked in modules:
-                hooked.wake()
-        self._resting.clear()
+        self.grouped.wake_all()
         for hooked in self.modules:
             if hooked.is_meant_by(rules):
                 hooked.reselect()
@@ -437,7 +337,7 @@ class Root:
         stage = stage_call()
         self.capture.is_in_stage = stage is not None
         if stage is not None:
-            self.pipeline = stage.pipeline
+            self.work.pipeline = stage.pipeline
             if stage.is_trial:
                 self.capture.pause()
                 self.clock.begin_trial()
@@ -454,15 +354,15 @@ class Root:
             is_stage=stage is not None,
         )
         if self.clock.is_called_unevenly:
-            self.inventory.note_uneven_calls()
-        is_corrected = self.inventory.is_validated_in_training and self.clock.has_evaluated
+            self.notes.note_once("has_uneven_calls")
+        is_corrected = self.notes.is_validated_in_training and self.clock.has_evaluated
         if is_corrected or self.clock.num_graphless == _LIKE_VALIDATION:
-            self.inventory.look_at_validation(self.clock)
+            self.notes.look_at_validation(self.clock, self.capture.clock.step)
         if self.num_calls < _MAX_LATE_LOOKS:
-            if self.data_parallel is None and (outermost := self.module()) is not None:
+            if self.work.data_parallel is None and (outermost := self.module()) is not None:
                 self._learn_groups(outermost)
             for hooked in self.modules:
-                hooked.stay_last()
+                hooked.hooks.stay_last(hooked.module())
         self.num_calls += 1
         if torch.is_grad_enabled():
             self.capture.has_seen_forward = True
@@ -517,7 +417,7 @@ class Root:
     def slice_now(self) -> tuple[Slice, str]:
         """Return the `Slice` (a forward of the root and its backward) and the phase of a value that is recorded now."""
         if torch._C._current_graph_task_id() != -1:
-            return self.clock.recomputed(in_pipeline=self.pipeline is not None), "recompute"
+            return self.clock.recomputed(in_pipeline=self.work.pipeline is not None), "recompute"
         if (active := self.clock.of_thread.active) is not None:
             return active, "forward"
         return self.clock.current(with_grad=torch.is_grad_enabled(), training=self.is_training), "forward"
@@ -562,49 +462,14 @@ class Root:
 
     def record_state(self, sites: tuple[str, ...], at: StateTime) -> None:
         """Record the parameters or buffers of every module that a rule selects."""
-        flat_ids = ids_of(self.flats)
+        flat_ids = ids_of(self.parameters.flats)
         for hooked in self.modules:
             for site in sites:
                 if hooked.capture.masks[hooked.rule_sets[site]]:
                     hooked.record_state(site, at, without=flat_ids)
-        for flat in self.flats if "param" in sites else ():
+        for flat in self.parameters.flats if "param" in sites else ():
             if (parameter := flat.reference()) is not None:
                 flat.record("param", "", parameter, at)
-
-    def parameters(self) -> Iterator[tuple[HookedModule, str, nn.Parameter]]:
-        """Yield every parameter except flat parameters once, with its module and its name in the module."""
-        seen = ids_of(self.flats)
-        for hooked in self.modules:
-            for name, parameter in hooked.own("_parameters"):
-                if id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    yield hooked, name, parameter
-
-    def is_first_use(self, path: str, name: str, parameter: torch.Tensor, slice_: Slice) -> bool:
-        """Whether a micro-step uses a parameter for the first time. `path` and `name` must be those that rows use."""
-        if self._named is None:
-            self._named = {(owner.node_path, own) for owner, own, _ in self.parameters()}
-        is_first = (path, name) in self._named and id(parameter) not in slice_.used
-        slice_.used.add(id(parameter))
-        return is_first
-
-    def rest_or_wake(self, *, may_rest: bool) -> None:
-        """Remove the hooks of modules whose calls the new step does not record, and put other modules' hooks back.
-
-        The root's own hooks stay, because they count the steps, and one of them has called this method.
-        """
-        masks = self.capture.selection.masks
-        for rule_sets, modules in self._with_hooks.items():
-            is_idle = may_rest and not any(masks[rule_set] for rule_set in rule_sets)
-            if is_idle == (rule_sets in self._resting):
-                continue
-            # The key stays in the set until the last module is awake, so that the next call completes an interrupted
-            # call.
-            self._resting.add(rule_sets)
-            for hooked in modules:
-                (hooked.rest if is_idle else hooked.wake)()
-            if not is_idle:
-                self._resting.discard(rule_sets)
 
     def remove(self) -> None:
         """Remove every hook and tap that the root has put on."""
@@ -612,11 +477,11 @@ class Root:
         for handle in self._handles:
             handle.remove()
         for hooked in self.modules:
-            hooked.remove()
+            hooked.hooks.remove()
         for reference in self._own_taps:
             if (module := reference()) is not None:
                 module_taps.remove(module)
         self.modules.clear()
-        self._with_hooks.clear()
+        self.grouped.clear()
         self.modules_by_tap.clear()
         callbacks.ROOTS.pop(self._number, None)

@@ -37,15 +37,9 @@ _Values = npt.NDArray[Any]
 
 
 def measure(
-    data: npt.NDArray[np.uint8],
-    dtype: str,
-    shape: tuple[int, ...],
-    chunk: Chunk | None,
-    keep: int,
-    unit_dim: int = -1,
-    *,
-    kernels: Kernels | None = None,
-) -> Measured:
+    data: npt.NDArray[np.uint8], dtype: str, shape: tuple[int, ...], chunk: Chunk | None, keep: int, unit_dim: int = -1,
+    *, kernels: Kernels | None = None,
+) -> Measured:  # fmt: skip
     """Return the results that the bits of `keep` ask for: statistics, histogram, sums of each unit, fingerprint.
 
     `data` has the tensor's bytes, and `chunk` the tensor's position in a global tensor. A unit is a neuron or channel;
@@ -104,15 +98,12 @@ class HostMeasure:
         self._sides = sides_of(shape, unit_dim) if keep & KEEP_UNITS and dtype in NUM_BINS else None
         sides = self._sides if isinstance(self._sides, Sides) else None
         self.loops = LoopsPlan(
-            math.prod(shape),
-            dtype,
-            table=_decoded(dtype) if dtype in TABLE_KINDS else None,
+            math.prod(shape), dtype, table=_decoded(dtype) if dtype in TABLE_KINDS else None,
             weights=compiled_weights(num_bytes, shape) if keep & KEEP_FINGERPRINT else None,
             num_bins=NUM_BINS[dtype] if keep & KEEP_HISTOGRAM and dtype in NUM_BINS else 0,
-            num_units=0 if sides is None else sides.num,
-            unit_inner=0 if sides is None else sides.inner,
+            num_units=0 if sides is None else sides.num, unit_inner=0 if sides is None else sides.inner,
             has_statistics=bool(keep & KEEP_STATS),
-        )
+        )  # fmt: skip
         self.nbytes = self.loops.num_bytes
 
     def launch(self, at: int, out: int, num_threads: int = 1, held_bytes: int = HELD_BYTES) -> None:

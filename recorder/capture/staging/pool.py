@@ -15,7 +15,7 @@ import threading
 import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from copy import copy
 from typing import Any
 
@@ -23,10 +23,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ...records import StepPosition
+from ...config import Settings
+from ...records import KEEP_RING, StepPosition, ValuePlace
 from ...rules import RingWindow
+from ...system.log import Events
 from ...system.processes import private_memory
 from ...system.text import size
+from ..local_values import local_bytes
 
 GRAIN_BYTES = 1024
 """Block sizes are multiples of this. It also bounds a record's Python objects, which are about as large."""
@@ -316,3 +319,66 @@ class RingMemory:
             f"{size(self.pool.capacity_bytes)} of the pool; raise RECORDER_POOL_BYTES or RECORDER_RING_SHARE, lower "
             "before=, or choose fewer values"
         )
+
+
+class HostMemory:
+    """The host memory for copies of values: the pool, and the ring's part of it if there is a ring."""
+
+    def __init__(
+        self, pool: Pool, ring: RingMemory | None, settings: Settings, events: Events, before_wait: Callable[[], None]
+    ) -> None:
+        """Take memory out of `pool` and `ring`. `before_wait` releases what the caller holds without need."""
+        self._pool, self._ring, self._settings = pool, ring, settings
+        self._events, self._before_wait = events, before_wait
+
+    @property
+    def pools(self) -> list[Pool]:
+        """The pool of the values that will be written and, if there is a ring, the ring's pool."""
+        return [self._pool] if self._ring is None else [self._pool, self._ring.pool]
+
+    def take_in_ring(self, nbytes: int, moment: StepPosition) -> PoolBlock | None:
+        """Take a block of the ring. If the ring is full and a trigger asked for the step, take a block of the pool."""
+        ring = self._ring
+        if ring is None:
+            return None
+        block = ring.take(nbytes, moment)
+        if block is None and ring.is_wanted(moment.step):
+            return self._pool.take(nbytes) or self.take_later(nbytes, moment.step)
+        return block
+
+    def say_no_room(self, origin: ValuePlace, keep: int, nbytes: int) -> str:
+        """Report that no memory is free for a value, and return the drop reason."""
+        pool, reason = self._pool, "too_large" if nbytes > self._pool.capacity_bytes else "pool_full"
+        if keep & KEEP_RING and self._ring is not None:
+            pool, reason = self._ring.pool, "ring_full"
+        where = f"{origin.module_path or origin.root}:{origin.site} {origin.name}".rstrip()
+        self._events.add(reason, _NO_ROOM[reason].format(where=where, nbytes=nbytes, pool=pool), key=reason)
+        return reason
+
+    def take_later(self, nbytes: int, step: int) -> PoolBlock | None:
+        """Wait for a free block of the pool, as long as the settings allow. Return None if no block becomes free."""
+        self._before_wait()
+        settings = self._settings
+        if settings.policy != "wait":
+            return None
+        return self._pool.take_or_wait(
+            nbytes, step=step, per_step_s=settings.wait_s_per_step, stalled_s=settings.wait_s_stalled,
+            per_run_s=settings.wait_s_per_run,
+        )  # fmt: skip
+
+    def say_if_too_large(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Warn if the largest of some named parameters has more bytes than the pool."""
+        nbytes, name = max(((local_bytes(parameter), name) for name, parameter in parameters), default=(0, ""))
+        if nbytes > self._pool.capacity_bytes:
+            self._events.add("too_large", _NO_ROOM["too_large"].format(where=name, nbytes=nbytes, pool=self._pool))
+
+
+_NO_ROOM = {
+    "too_large": "{where} has {nbytes} bytes, more than the pool ({pool.capacity_bytes}): no copy of it is recorded; "
+    "raise RECORDER_POOL_BYTES or select less",
+    "pool_full": "the pool ({pool.capacity_bytes} bytes) is full: values are dropped and counted until half of it is "
+    "free; a faster disk, a larger RECORDER_POOL_BYTES or fewer values help",
+    "ring_full": "the ring ({pool.capacity_bytes} bytes) is full: values that no trigger has asked for are dropped and "
+    "counted until steps have passed; a larger RECORDER_POOL_BYTES or RECORDER_RING_SHARE, a smaller before=, or fewer "
+    "values (call=0:4 leaves most of an evaluation out) help",
+}

@@ -48,14 +48,9 @@ class StreamStager:
     """Copies tensors of one kind of device into the pool; `copies.Stager` describes the methods."""
 
     def __init__(
-        self,
-        pool: Pool,
-        *,
-        open_device: Callable[[int], Device],
-        room_bytes: int,
-        say: Callable[[str], None],
+        self, pool: Pool, *, open_device: Callable[[int], Device], room_bytes: int, say: Callable[[str], None],
         min_measured_bytes: int = _MIN_MEASURED_BYTES,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Store the settings. A device is not used before its first tensor arrives.
 
         `pool` is page-locked at the first tensor. `room_bytes` of each device's memory hold values on their way to the

@@ -28,7 +28,7 @@ import numpy as np
 from recorder.records import KEEP_STATS, KEEP_TENSOR
 from recorder.run.status import RunWatch
 from recorder.write.file import Disk
-from recorder.write.writer import RunTarget
+from recorder.write.writer_directory import RunTarget
 from tests.rigs.writer import Rig
 
 from .support import Progress

@@ -12,7 +12,7 @@ from torch import nn
 import recorder
 from recorder.analyze.doctor.reply import checks_of, reply_of
 from recorder.analyze.first.first import first
-from recorder.capture.hooks.inventory import foreign_hooks
+from recorder.capture.hooks.module_facts import foreign_hooks
 
 
 def zap(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:

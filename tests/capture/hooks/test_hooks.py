@@ -23,7 +23,7 @@ import recorder
 from recorder.analyze.doctor.expected import compare
 from recorder.capture.core import Capture
 from recorder.capture.hooks import callbacks
-from recorder.capture.hooks.module import MODULES
+from recorder.capture.hooks.module_hooks import MODULES
 from recorder.errors import ConfigError
 from tests.rigs.capturing import EVERYTHING, Tiny, batch, flagged
 

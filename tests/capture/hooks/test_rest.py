@@ -20,8 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import recorder
 from recorder.capture.core import Capture
 from recorder.capture.hooks import callbacks
-from recorder.capture.hooks.module import MODULES, HookedModule
-from recorder.capture.hooks.root import Root
+from recorder.capture.hooks.module_hooks import MODULES, GroupedHooks, ModuleHooks
 from recorder.lifecycle import active as recording_side
 from recorder.observe import tree
 from tests.rigs.capturing import Tiny, batch, flagged
@@ -145,15 +144,15 @@ def test_each_module_rests_by_the_rules_that_select_it(tmp_path: Path) -> None:
 def test_ctrl_c_half_way_costs_no_row_of_a_step_that_is_done_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    plain, calls = getattr(HookedModule, method), []
+    plain, calls = getattr(ModuleHooks, method), []
 
-    def interrupted(self: HookedModule) -> None:
+    def interrupted(self: ModuleHooks) -> None:
         calls.append(1)
         if len(calls) == 2:
             raise KeyboardInterrupt
         plain(self)
 
-    monkeypatch.setattr(HookedModule, method, interrupted)
+    monkeypatch.setattr(ModuleHooks, method, interrupted)
     model, num_interrupts = Tiny(), 0
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with flagged(tmp_path, EVERY_THIRD) as recording:
@@ -177,7 +176,8 @@ def test_ctrl_c_half_way_costs_no_row_of_a_step_that_is_done_again(
 def test_ctrl_c_at_any_line_of_the_change_costs_no_hook(tmp_path: Path, step: int) -> None:
     """At each line in turn that the change of the step runs; then the same forward again."""
     line, num_seen, model = 0, 0, Tiny()
-    watched = {f.__code__ for f in (HookedModule.rest, HookedModule.wake, Root.rest_or_wake, Capture.step_changed)}
+    changing = (ModuleHooks.rest, ModuleHooks.wake, GroupedHooks.rest_or_wake, Capture.step_changed)
+    watched = {function.__code__ for function in changing}
 
     def local(frame: Any, event: str, _: Any) -> Any:
         nonlocal num_seen

@@ -12,8 +12,8 @@ import torch
 from ...observe.selection import scalar_keep
 from ...records import SeenValue, StepPosition, ValuePlace
 from ...sites import OBJECTIVE, OBJECTIVE_COSINE, OBJECTIVE_NORM
+from ..hooks.callbacks import CaptureForHooks
 from ..local_values import UnsupportedKind, plain
-from .callbacks import CaptureForHooks
 
 _MAX_SHARED = 8
 """The most shared tensors per module and micro-step that get names of their own. All further tensors share one name."""

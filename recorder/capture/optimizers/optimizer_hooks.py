@@ -6,61 +6,32 @@ change an argument except to wrap a closure, raise into training, or keep a para
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import operator
 import sys
-import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.amp.grad_scaler import GradScaler
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ..observe.selection import NOTHING
-from ..records import KEEP_PROBE, KEEP_TOKENS, StepPosition
-from ..taps.graphs import leave_uncompiled
-from .core import Capture
-from .hooks.module import StateTime
-from .hooks.parameter_rows import ModuleParameter, OriginalParameter, ParameterRows
-from .hooks.root import Root
+from ...records import StepPosition
+from ...taps.graphs import leave_uncompiled
+from ..core import Capture
+from ..hooks.module import StateTime
+from ..hooks.parameter_rows import OriginalParameter
+from ..wrappers import Wrappers, wrap_closure
 from .known_optimizers import KnownOptimizers, updating
-from .local_values import PLAIN, are_plain
-from .marks import main_parameter
-from .probe import Probe
-from .probed_groups import ProbedGroup
+from .probed_together import ProbedOptimizers, next_repeat
 from .update_looks import IDLE_UPDATES, UpdateLooks, parameters_of
-from .updates import Updates
-from .wrappers import Wrappers, wrap_closure
+from .updated_parameters import UpdatedParameters
 
-_MAX_PROBED = 64
 _FIRST_PARAMETERS = 16
 """The number of parameters of an optimizer that are looked at to find the model that the optimizer trains."""
 HERE_ALONE = '{"of_one_rank":true}'
 """The note of optimizer state that only this rank has: ZeroRedundancyOptimizer divides the parameters among ranks."""
 _is_compiling = torch.compiler.is_compiling
-_gradient = operator.attrgetter("grad")
-
-
-class _GroupKey(NamedTuple):
-    """The key of a group of parameters and gradients that can be recorded with one call."""
-
-    whose: Hashable
-    """The id of each parameter, and whether the gradient of the parameter is None."""
-    note: str | None
-    masks: tuple[int, ...]
-    """For each rule set, what to keep at the step, as bits of KEEP_*."""
-
-
-class _Probed(NamedTuple):
-    """The values of one optimizer that the probe can measure together."""
-
-    optimizer: weakref.ref[Optimizer]
-    groups: dict[_GroupKey, ProbedGroup | None]
-    """The groups of values that the probe measures with one call. None if the values must be measured one by one."""
-    updates: Updates
 
 
 def _num_steps_under_way(optimizer: Optimizer) -> int:
@@ -91,18 +62,11 @@ class OptimizerHooks:
         self._capture = capture
         self._on_step = on_step
         self._on_search = on_search
-        self._rows: dict[int, ParameterRows] = {}
-        self._unknown: dict[int, weakref.ref[torch.Tensor]] = {}
-        self._probed: dict[int, _Probed] = {}
-        """By optimizer id, what the probe knows of the optimizer, which may have no hash and so cannot be a key."""
-        self._measured_whole = 0
-        """The id of the optimizer of the step under way if every parameter of it was measured with one call, else 0."""
-        self._late: dict[int, weakref.ref[torch.Tensor]] = {}
-        """By id, parameters first seen after this step's scan of the modules. The next scan looks for their modules."""
-        self._learned_at = -1
         self.known = KnownOptimizers(capture.settings.step_optimizer)
         self.looks = UpdateLooks(capture, self.known.hold)
-        self._has_rescanned = False
+        self._parameters = UpdatedParameters(capture, self.known)
+        self._rows_of = self._parameters.rows_of
+        self._together = ProbedOptimizers(capture)
         self._rates_wait = True
         """Whether the learning rates are recorded once the closure of the step under way has returned."""
         self._active: Callable[[], Optimizer | None] | None = None
@@ -124,59 +88,13 @@ class OptimizerHooks:
 
     def has_root(self, optimizer: Optimizer) -> bool:
         """Whether every parameter of an optimizer is in a root (a model under hooks)."""
-        if self._measured_whole == id(optimizer):
-            return True
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                rows = self._rows.get(id(parameter))  # repeats `_rows_of`, whose call costs time at every step
-                if (rows is None or rows.reference() is not parameter) and self._rows_of(parameter) is None:
-                    return False
-        return True
-
-    def _rows_of(self, parameter: torch.Tensor) -> ParameterRows | None:
-        rows = self._rows.get(id(parameter))
-        if rows is not None and rows.reference() is parameter:
-            return rows
-        unknown = self._unknown.get(id(parameter))
-        if unknown is not None and unknown() is parameter:
-            return None
-        if self._learned_at == self.num_steps:  # all modules are scanned at most once a step
-            self._late[id(parameter)] = weakref.ref(parameter)
-            return None
-        self._learn()
-        rows = self._rows.get(id(parameter))
-        if rows is not None and rows.reference() is parameter:
-            return rows
-        self._unknown[id(parameter)] = weakref.ref(parameter)
-        return None
-
-    def _learn(self) -> None:
-        self._learned_at = self.num_steps
-        self._unknown |= self._late  # `_rows_of` looks at `_rows` before it looks here
-        self._late.clear()
-        roots = self._capture.roots
-        names = {root.name for root in roots}
-        # DDP removes the DTensor parameters of tensor parallel modules when these first run. So rows that are known are
-        # kept.
-        kept = {key: o for key, o in self._rows.items() if o.root_name in names and id(o.reference()) == key}
-        updated = [one for live in self.known.live() for one in parameters_of(live)]
-        self._rows = kept | {id(parameter): rows for root in roots for parameter, rows in parameter_rows(root, updated)}
+        return self._together.measured_whole == id(optimizer) or self._parameters.have_all(optimizer)
 
     def rescan(self) -> None:
         """Find the module of every parameter again, because there is a new root (a model under hooks)."""
-        self._probed.clear()
-        self._unknown.clear()
-        self._learn()
-        self._has_rescanned = False
+        self._together.clear()
+        self._parameters.rescan()
         self.known.has_noted_rates = False
-
-    def _rescan_after_first_step(self) -> None:
-        """Look for wrappers at the first step after a new root. The model may have been wrapped after `attach`."""
-        self._has_rescanned = True
-        for root in self._capture.roots:
-            root.find_wrappers()
-        self._unknown.clear()
-        self._learn()
 
     def _repeats_at(self, site: str) -> dict[int, int]:
         """Return, by parameter id, the last `repeat` (index among rows of the same key) at a site in this step.
@@ -215,9 +133,9 @@ class OptimizerHooks:
         self._active = weakref.ref(optimizer)
         for call in self._scaler_calls:
             call["stepped"] = True
-        if not self._has_rescanned:
+        if not self._parameters.has_rescanned:
             self.known.name_of(optimizer)  # its tensors may be views into parameters, which the search looks for
-            self._rescan_after_first_step()
+            self._parameters.rescan_after_first_step()
         self.known.groups_of(optimizer)
         if not self.known.has_noted_rates:
             self.known.name_of(optimizer)  # which makes the optimizer known
@@ -283,9 +201,7 @@ class OptimizerHooks:
             if self._active is None or self._active() is not optimizer or _num_steps_under_way(optimizer) > 1:
                 return
             self._active = None
-            probed = self._probed.get(id(optimizer))
-            if probed is not None:
-                probed.updates.end(StepPosition(self._capture.clock.step, None, "train"))
+            self._together.end_update(optimizer)
             self._record_state(optimizer)
             self._count(optimizer)
         except Exception as error:
@@ -295,6 +211,7 @@ class OptimizerHooks:
         known = self.known
         name = known.name_of(optimizer)
         self.num_steps += 1
+        self._parameters.may_learn = True
         if known.counts(optimizer) or known.takes_over(optimizer):
             known.waiting, known.counted = None, (name, known.counted[1] * (known.counted[0] == name) + 1)
             clock = self._capture.clock
@@ -314,20 +231,20 @@ class OptimizerHooks:
         """Record the parameters and final gradients of one optimizer. Once a step, also record the buffers."""
         capture = self._capture
         self.looks.at_gradients(optimizer)
-        self._measured_whole = 0
+        self._together.measured_whole = 0
         at = StateTime(StepPosition(capture.clock.step, None, "train"), "optimizer", 0)
         repeats = self._repeats_at("grad")
         note = '{"grad":"scaled"}' if getattr(optimizer, "grad_scale", None) is not None else None
         keeps_param, keeps_grad = capture.selection.keeps("param"), capture.selection.keeps("grad")
         parameters = list(parameters_of(optimizer)) if keeps_param or keeps_grad else []
         if parameters and self.known.counts(optimizer) and all(self._rows_of(one) is None for one in parameters):
-            parameters = self._copied() or parameters
-        with self._known(optimizer, parameters, note, at.moment, repeats) as is_done:
+            parameters = self._parameters.copied() or parameters
+        with self._together.known(optimizer, parameters, note, at.moment, repeats) as is_done:
             for parameter in () if is_done else parameters:
                 rows = self._rows_of(parameter)
                 if rows is None:
                     continue
-                repeat = _next_repeat(repeats, parameter)
+                repeat = next_repeat(repeats, parameter)
                 at = at if at.repeat == repeat else at._replace(repeat=repeat)  # nearly always the same
                 if keeps_param:
                     rows.record("param", "", parameter, at)
@@ -338,85 +255,6 @@ class OptimizerHooks:
             repeat = repeats[0] = repeats.get(0, -1) + 1
             for root in capture.roots:
                 root.record_state(("buffer",), at._replace(repeat=repeat))
-
-    def _copied(self) -> list[torch.Tensor]:
-        """Return all roots' parameters if the optimizers hold only copies of parameters, otherwise an empty list."""
-        is_own_thread = all(root.thread in (None, threading.get_ident()) for root in self._capture.roots)
-        if not is_own_thread or self.known.hold(set(self._rows)):
-            return []
-        return [one for rows in self._rows.values() if (one := rows.reference()) is not None and one.numel()]
-
-    @contextlib.contextmanager
-    def _known(
-        self, optimizer: Optimizer, parameters: list[torch.Tensor], note: str | None, moment: StepPosition,
-        repeats: dict[int, int],
-    ) -> Iterator[bool]:  # fmt: skip
-        """Try to record parameters and gradients with one call, and yield whether they are recorded.
-
-        If they are not, the `with` block must record them one by one, and the probe learns them as a group. A later
-        step records the group with one call, if the probe can then measure each value of the group.
-        """
-        capture = self._capture
-        probe, selection = capture.probe, capture.selection
-        if probe is None or not parameters or capture.masks is not selection.masks:
-            yield False
-            return
-        gradients = list(map(_gradient, parameters))
-        whose = tuple(map(id, parameters)), tuple(map(operator.is_, gradients, itertools.repeat(None)))
-        masks = selection.masks_of_first_call()
-        groups, updates = self._probed_of(optimizer, probe)
-        key = _GroupKey(whose, note, masks)
-        locals_ = list(itertools.chain.from_iterable(zip(parameters, gradients, strict=True)))
-        if not are_plain(locals_):
-            locals_ = [
-                one if type(one) in PLAIN else getattr(one, "_local_tensor", one) for one in locals_ if one is not None
-            ]
-        tensors = list(filter(torch.Tensor.numel, locals_))  # the probe skips tensors without local elements
-        if key not in groups and (group := self._with_other_masks(key, groups)) is not None:
-            groups[key] = group
-        group = groups.get(key)
-        at = None if group is None else group.addresses(tensors)
-        if group is not None and at is not None:
-            is_known = False
-            if group.may_record(tensors) and (len(tensors) == len(locals_) or not any(group.keeps)):
-                is_known = probe.saw_group(group, tensors, at, moment)
-            if is_known:
-                self._measured_whole = id(optimizer)
-                counts = _next_repeats(repeats, parameters, len(locals_))
-                if any(group.keeps):
-                    capture.observe_known(group, tensors, counts, moment)
-            updates.begin(group, tensors, at)
-            yield is_known
-            return
-        with probe.learning() as seen:
-            yield False
-        if key not in groups:
-            if len(groups) >= _MAX_PROBED:
-                groups.clear()
-            groups[key] = probe.group(seen, tensors, groups.values())
-        # An update is measured where rules probe gradients, too.
-        is_whole = all(whose[1]) or any(one.value.origin.site == "grad" for one in seen)
-        updates.begin_alone(seen if is_whole else (), tensors)
-
-    def _with_other_masks(self, key: _GroupKey, groups: dict[_GroupKey, ProbedGroup | None]) -> ProbedGroup | None:
-        """Return a group of the same values that was learned under other masks, with this step's keep bits.
-
-        Return None if there is no such group, or if the probe does not measure each of its values at this step.
-        """
-        rule_set_of = self._capture.selection.rule_set_of
-        for (whose, note, masks), group in groups.items():
-            if group is not None and (whose, note, len(masks)) == (key.whose, key.note, len(key.masks)):
-                keeps = [key.masks[rule_set_of.get(value.origin, NOTHING)] for value in group.values]
-                if all(keep & KEEP_PROBE for keep in keeps):
-                    return group._replace(keeps=[keep & ~(KEEP_PROBE | KEEP_TOKENS) for keep in keeps])
-        return None
-
-    def _probed_of(self, optimizer: Optimizer, probe: Probe) -> tuple[dict[_GroupKey, ProbedGroup | None], Updates]:
-        known = self._probed.get(id(optimizer))
-        if known is None or known.optimizer() is not optimizer:
-            self._probed = {key: one for key, one in self._probed.items() if one.optimizer() is not None}
-            known = self._probed[id(optimizer)] = _Probed(weakref.ref(optimizer), {}, Updates(probe))
-        return known.groups, known.updates
 
     def _record_state(self, optimizer: Optimizer) -> None:
         if not self._capture.selection.keeps("optim"):
@@ -430,12 +268,12 @@ class OptimizerHooks:
             # ZeRO steps with one group of parameters at a time, and this call leaves the parameter's group out.
             if rows is None or not isinstance(state, dict) or id(parameter) not in updated:
                 continue
-            repeat = _next_repeat(repeats, parameter)
+            repeat = next_repeat(repeats, parameter)
             at = at if at.repeat == repeat else at._replace(repeat=repeat)
             for key, value in state.items():
                 if isinstance(value, torch.Tensor):
                     rows.record("optim", f".{key}", value, at, note=note)
-        if any(flat.originals for root in self._capture.roots for flat in root.flats):
+        if any(flat.originals for root in self._capture.roots for flat in root.parameters.flats):
             self._record_empty_state(optimizer, at, repeats)
 
     def _record_empty_state(self, optimizer: Optimizer, at: StateTime, repeats: dict[int, int]) -> None:
@@ -453,7 +291,7 @@ class OptimizerHooks:
         for parameter in parameters_of(optimizer) if slices else ():
             rows = self._rows_of(parameter) if parameter not in optimizer.state else None
             if isinstance(rows, OriginalParameter) and rows.gradient(parameter) is not None and not parameter.numel():
-                at = at._replace(repeat=_next_repeat(repeats, parameter))
+                at = at._replace(repeat=next_repeat(repeats, parameter))
                 for key, value in slices.items():
                     rows.record("optim", f".{key}", value.detach()[:0], at)
 
@@ -469,14 +307,14 @@ class OptimizerHooks:
         }
         self.known.has_noted_rates = True
         for root in self._capture.roots:
-            root.inventory.note_rates(rates)
+            root.notes.note_rates(rates)
 
     def note_unstepped(self) -> None:
         """Note the parameters of all optimizers if none has stepped. Called at the end, and may wait for a device."""
         if not self.num_steps and self._active is None and self.looks.are_unmoved():
             self._note_rates()
             for root in self._capture.roots:
-                root.inventory.note_unstepped(self._capture.clock.step)
+                root.notes.note_unstepped(self._capture.clock.step)
 
     def _record_rates(self, optimizer: Optimizer) -> None:
         name = self.known.name_of(optimizer)
@@ -557,32 +395,3 @@ class OptimizerHooks:
 def _first_gradient(optimizer: Optimizer) -> torch.Tensor | None:
     firsts = itertools.islice(parameters_of(optimizer), _FIRST_PARAMETERS)
     return next((one.grad for one in firsts if one.grad is not None), None)
-
-
-def _next_repeat(repeats: dict[int, int], parameter: torch.Tensor) -> int:
-    repeats[id(parameter)] = repeat = repeats.get(id(parameter), -1) + 1
-    return repeat
-
-
-def _next_repeats(repeats: dict[int, int], parameters: Sequence[torch.Tensor], num_values: int) -> Sequence[int]:
-    """Return the next `repeat` for each of `num_values` values: each parameter, and its gradient if there is one."""
-    first = dict.fromkeys(map(id, parameters), 0)
-    if not repeats and len(first) == len(parameters):  # nearly always true; the loop below is slow
-        repeats |= first
-        return [0] * num_values
-    each = ((_next_repeat(repeats, parameter), parameter.grad) for parameter in parameters)
-    return [repeat for repeat, gradient in each for _ in range(1 if gradient is None else 2)]
-
-
-def parameter_rows(root: Root, updated: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, ParameterRows]]:
-    """Yield each tensor that an optimizer may update, with its rows. If a tensor comes twice, the last rows count."""
-    for hooked, name, parameter in root.parameters():
-        yield parameter, ModuleParameter(parameter, hooked, name)
-        main = main_parameter(parameter)
-        if main is not None:
-            yield main, ModuleParameter(main, hooked, name)
-    for flat in (*root.updated_parts(updated), *root.flats):
-        rows: ParameterRows
-        for rows in flat.originals if flat.uses_original else (flat,):
-            if (tensor := rows.reference()) is not None:
-                yield tensor, rows

@@ -13,12 +13,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..native import MOVED_KINDS, SAMPLED, ManyTensors
-from ..records import StepPosition
-from .device_probe import ProbedValue
-from .local_values import DTYPES, are_ordinary
-from .probe import Probe, SeenAlone
-from .probed_groups import ProbedGroup, addresses, is_dense
+from ...native import MOVED_KINDS, SAMPLED, ManyTensors
+from ...records import StepPosition
+from ..local_values import DTYPES, are_ordinary
+from ..probe.device_probe import ProbedValue
+from ..probe.probe import Probe, SeenAlone
+from ..probe.probed_groups import ProbedGroup, addresses, is_dense
 
 
 class Updates:
@@ -107,7 +107,7 @@ class Updates:
 
     def _sample(self, moment: StepPosition | None = None) -> None:
         """Sample the parameters. If a `moment` is given, give the probe the differences from the last sample."""
-        tensors, before, kernels = self._tensors, self._before, self._probe.kernels
+        tensors, before, kernels = self._tensors, self._before, self._probe.on_host.kernels
         if self._many is not None and kernels is not None:
             if not isinstance(before, np.ndarray):
                 before = self._before = np.zeros(sum(min(one.numel, SAMPLED) for one in self._values))

@@ -14,15 +14,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..records import Block, Chunk, LostError, Measured, Ready, StepPosition, ValuePlace
-from ..sites import AT_LEAST
-from .local_values import UnsupportedKind, merged_notes
+from ...records import Block, Chunk, LostError, Measured, Ready, StepPosition, ValuePlace
+from ...sites import AT_LEAST
+from ..local_values import UnsupportedKind, merged_notes
 
 if TYPE_CHECKING:
-    from .nonfinite import FirstNonFinite
-    from .staging.copies import Stager
-    from .staging.devices import DeviceNorms
-    from .staging.pool import Pool
+    from ..nonfinite import FirstNonFinite
+    from ..staging.copies import Stager
+    from ..staging.devices import DeviceNorms
+    from ..staging.pool import Pool
 
 TURNED = '{"turned":true}'
 """The note of a row that was recorded only because its value turned NaN or infinite."""
@@ -75,12 +75,9 @@ class DeviceProbe:
     """Measures the values of the current step that lie on devices. Called on training threads."""
 
     def __init__(
-        self,
-        pool: Pool,
-        nonfinite: FirstNonFinite,
-        stager_of: Callable[[torch.Tensor], Stager],
+        self, pool: Pool, nonfinite: FirstNonFinite, stager_of: Callable[[torch.Tensor], Stager],
         put_measured: Callable[[ProbedValue, StepPosition, int, str | None, Measured], None],
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._pool, self._nonfinite, self._stager_of, self._put_measured = pool, nonfinite, stager_of, put_measured
         self._seen: dict[DeviceNorms, list[SeenOnDevice]] = {}
 

@@ -1,4 +1,4 @@
-"""Makes rows of the values at taps. A tap is a point in a compiled graph whose value is recorded.
+"""Makes rows of the values at taps: points in a compiled graph, and calls of `recorder.tap` in eager code.
 
 A graph contains none of the recorder's hooks and does not know which call it runs in. The op of a tap has only a name
 and the text of a `Where`. So this module finds the module and micro-step of each value, and the call of each gradient.
@@ -7,19 +7,23 @@ Nothing here may keep a tensor or raise into training.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import nn
 
 from ...observe.selection import unit_dim_of
 from ...records import SeenValue, StepPosition, ValuePlace
 from ...sites import GRADIENT_OF, OBJECTIVE
 from ...taps.module_taps import Where
-from .callbacks import CaptureForHooks
-from .module import HookedModule
+from ..hooks.callbacks import CaptureForHooks, GradientArrives, watch_gradient
+from ..hooks.module import HookedModule
+from ..hooks.root import Root
+from ..local_values import requires_gradient
+from ..parallel.aliases import chunk_of_gradient, has_owner
 from .objectives import SharedTensor, SharedTensors
-from .root import Root
 
 _MAX_CALLS = 1024
 """The most calls of one tap in one graph that are remembered, to tell their gradients apart."""
@@ -91,6 +95,40 @@ class TapRows:
             self._remember(key, tap, slice_.moment, *graph, shared)
         if keep:
             self._observe(SeenValue(tap.origin, slice_.moment, phase, call), keep, value)
+
+    def record_by_hand(self, name: str, tensor: torch.Tensor, module: nn.Module | None) -> None:
+        """Record a tensor that the program has named, and its gradient, of phase ``backward``, when it arrives."""
+        capture = self._capture
+        root, path = self._locate(module)
+        rule_set = capture.selection.rule_set_of_name("tap", name)
+        is_kept = capture.masks[rule_set] or name.startswith(OBJECTIVE)
+        if not is_kept or root is None or capture.is_disarmed("tap", name):
+            return
+        slice_, phase = root.slice_now()
+        key = (root.name, path, "tap", name)
+        call = slice_.enter(phase, key)
+        graph = slice_.new_graph(phase, key, call, with_grad=torch.is_grad_enabled())
+        keep = capture.keep_of(rule_set, slice_.moment.micro_step, call)
+        origin = ValuePlace(root.name, path, "tap", name, unit_dim_of(capture.selection, rule_set, None, "tap", name))
+        if graph is not None and requires_gradient(tensor):
+            shared = self._objectives.shared(origin, slice_.moment, phase, tensor, is_kept=bool(keep))
+            if shared is not None:
+                tensor.register_hook(functools.partial(shared.gradient, name.removeprefix(OBJECTIVE)))
+        if not keep:
+            return
+        is_in_region = root.is_over_meshes and has_owner(tensor)
+        chunk = capture.aliases.chunk_of_alias(tensor) if is_in_region else None
+        capture.observe(SeenValue(origin, slice_.moment, phase, call, chunk=chunk), keep, tensor)
+        if graph is not None and requires_gradient(tensor):
+            hook = GradientArrives(capture, origin, slice_.moment, graph[0], keep, repeat=graph[1])
+            hook.chunk = None if chunk is None else chunk_of_gradient(chunk)
+            watch_gradient(tensor, hook)
+
+    def _locate(self, module: nn.Module | None) -> tuple[Root | None, str]:
+        for root in self._roots:
+            if module is not None and (path := root.path_of(module)) is not None:
+                return root, path
+        return (self._roots[0], "") if self._roots else (None, "")
 
     def _remember(
         self, key: _Key, tap: _RootTap, moment: StepPosition, call: int, repeat: int, shared: SharedTensor | None

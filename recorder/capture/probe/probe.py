@@ -18,54 +18,32 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import compress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from .. import native
-from ..native import ITEMS_OF_THREAD, SAMPLED, ManyTensors
-from ..numerics.dtypes import ITEM_BYTES
-from ..records import (
-    KEEP_FINGERPRINT,
-    KEEP_PROBE,
-    KEEP_STATS,
-    KEEP_TENSOR,
-    Chunk,
-    LostError,
-    Measured,
-    ProbedSeries,
-    ProbedStep,
-    SeenValue,
-    StepPosition,
-    ValuePlace,
-)
-from ..sites import PROBE, UPDATE, may_mask, may_overflow
-from ..system.text import value_in_words
-from .device_probe import DeviceProbe, NormsOnWay, ProbedValue, SeenOnDevice
-from .local_values import DTYPES
-from .probe_rows import StepNumbers, block_rows
+from ...native import ITEMS_OF_THREAD, SAMPLED, ManyTensors
+from ...records import KEEP_PROBE, KEEP_STATS, Chunk, ProbedSeries, ProbedStep, SeenValue, StepPosition, ValuePlace
+from ...sites import UPDATE
+from ..local_values import DTYPES
+from .arriving import ArrivingSteps, TurnedValues
+from .device_probe import DeviceProbe, ProbedValue, SeenOnDevice
+from .host_probe import HELD_BYTES, HostProbe, squares_at, without_repeats
+from .probe_rows import ProbeBlock, StepNumbers
 from .probed_groups import ProbedGroup
 
 if TYPE_CHECKING:
-    from .staging.measure import HostMeasure
+    from ..staging.measure import HostMeasure
 
 
-BLOCK_STEPS = 64
-_BLOCK_S = 30.0
-"""The longest time of a block, in seconds. A killed process loses the numbers of this time and of the current step."""
 MAX_COLUMNS = 1 << 16
 """The most values that are measured. Names may change with the data, so the number of values may grow without bound."""
-_MAX_PLANS = 4096
 _WAIT_S = 5.0
 """The longest wait at a flush, in seconds, for norms that are on their way from a device."""
-_HELD_BYTES = 1 << 22
-"""A value of at most this many bytes is measured with the interpreter's lock held, as in `staging.copies`."""
 _QUICK_ITEMS = 2 * ITEMS_OF_THREAD
 """A value with fewer elements is measured by one thread, however many threads there are."""
 _sum = np.add.reduce
@@ -89,13 +67,6 @@ class SeenAlone(NamedTuple):
     """The plain tensor that was measured. It may be a copy of the program's tensor."""
 
 
-class _ArrivingStep(NamedTuple):
-    """The numbers of a step that is over, with the norms that are still on their way to the host."""
-
-    numbers: StepNumbers
-    on_way: list[NormsOnWay]
-
-
 class Probe:
     """Measures one rank's values at every step and keeps the numbers. Called on training threads."""
 
@@ -113,15 +84,16 @@ class Probe:
                 infinite, on a training thread.
             use_native: whether the compiled loops may be used.
         """
-        self._observe = observe
         self._on_device = on_device
-        self._on_step, self._on_trouble = on_step, on_trouble
-        self.kernels = native.load(use_native)
+        self._on_step = on_step
+        self.on_host = HostProbe(use_native=use_native)
+        self._plans, self._sum_of_squares = self.on_host.plans, self.on_host.sum_of_squares
+        self._turned = TurnedValues(on_trouble)
+        self._arriving = ArrivingSteps(on_device, self._turned)
         self._changing = threading.RLock()
         """A lock for adding a column, appending a step and recording a block, because several threads may train."""
         self._columns: list[ProbedSeries] = []
-        self._origins: list[ValuePlace] = []
-        """For each column (one value) recorded before, the origin (module and name) of its rows of site ``probe``."""
+        self._block = ProbeBlock(self._columns, observe)
         self._by_key: dict[tuple[ValuePlace, str, str, torch.dtype], int] = {}
         """The index of each column (one value), by the value's origin, phase, mode and dtype."""
         self._sums: list[float] = []
@@ -132,31 +104,17 @@ class Probe:
         """The columns, sums of squares and numbers of elements of values that were measured together at this step."""
         self._bad: dict[int, tuple[int, int]] = {}
         """For each column with non-finite elements at the current step, the numbers of NaN and of infinite elements."""
-        self._were_bad: dict[int, tuple[bool, float]] = {}
-        """For each column (one value) that was not finite when last seen: whether it had a NaN, and the largest
-        fraction of elements that was infinite."""
-        self._spoilt: dict[int, tuple[SeenOnDevice, bool]] = {}
-        """For each column, the last update that was not finite, and whether that update was NaN."""
-        self._steps: list[StepNumbers] = []
-        """The steps of the current block, in order. The last step has the most columns."""
         self._step = 0
         """The step that is under way. A value of another step is not measured: the numbers of that step are over."""
         self.has_missed = False
         """Whether a value of another step was seen, as from a thread that evaluates while another thread trains."""
         self._has_values = False
-        self._arriving: deque[_ArrivingStep] = deque()
         self._has_measured = False
         self._has_refused = False
         self.is_full = False
         """Whether a value is not measured because `MAX_COLUMNS` values are measured already."""
         self._seen: dict[int, list[SeenAlone]] = {}
         """For each thread in a `learning` block, the values that were measured there."""
-        self._began_s = 0.0
-        self._plans: dict[tuple[torch.dtype, int], HostMeasure | None] = {}
-        from ..format.fingerprint import compiled_weights
-        from .staging.measure import host_measure, measure  # imported late, because these modules load pyarrow
-
-        self._host_measure, self._measure, self._weights = host_measure, measure, compiled_weights
 
     def saw(self, value: SeenValue, local: torch.Tensor, keep: int) -> int:
         """Measure a value, and return what else to record of the value, as bits of KEEP_*.
@@ -188,11 +146,11 @@ class Probe:
             if not is_on_host:
                 self._launched(self._on_device.measure(SeenOnDevice(probed, moment, call, keep != 0), local))
                 return keep
-        local, times = _without_repeats(local)
+        local, times = without_repeats(local)
         total = times * self._sum_of_squares(local)
         num_nan = num_inf = 0
         if not total < math.inf:
-            its = self._statistics(local)
+            its = self.on_host.statistics(local)
             if its.nan_count is None or its.inf_count is None:
                 return keep  # the dtype has no statistics
             num_nan, num_inf, total = times * its.nan_count, times * its.inf_count, times * (its.sum_sq or 0.0)
@@ -203,9 +161,9 @@ class Probe:
             return keep
         nan_before, inf_before = self._bad.get(column, (0, 0))
         self._bad[column] = nan_before + num_nan, inf_before + num_inf
-        if not self._has_turned(column, num_nan > 0, num_inf / numel):
+        if not self._turned.has_turned(column, num_nan > 0, num_inf / numel):
             return keep
-        self._tell_trouble(origin, moment, is_nan=num_nan > 0)
+        self._turned.tell(origin, moment, is_nan=num_nan > 0)
         return keep | KEEP_STATS
 
     def seen_before(self, origin: ValuePlace, mode: str, tensor: torch.Tensor) -> SeenBefore | None:
@@ -237,28 +195,14 @@ class Probe:
                 return False
         except RuntimeError:  # a sparse tensor, or one of functorch's
             return False
-        is_quick = items < _QUICK_ITEMS or (items * loops.item_bytes <= _HELD_BYTES and torch.get_num_threads() == 1)
-        total = plan.kernels.squares_held(loops.measuring, at) if is_quick else self._squares_at(at, plan)
+        is_quick = items < _QUICK_ITEMS or (items * loops.item_bytes <= HELD_BYTES and torch.get_num_threads() == 1)
+        total = plan.kernels.squares_held(loops.measuring, at) if is_quick else squares_at(at, plan)
         if not total < math.inf:
             return False
         self._sums[column] += total
         self._numels[column] += items
         self._has_values = self._has_measured = True
         return True
-
-    def _has_turned(self, column: int, has_nan: bool, share: float) -> bool:
-        """Remember that a value is not finite. Return True for its first NaN, or for more infinities than before."""
-        had_nan, share_before = self._were_bad.get(column, (False, 0.0))
-        now = self._were_bad[column] = had_nan or has_nan, max(share_before, share)
-        return now != (had_nan, share_before)
-
-    def _tell_trouble(self, origin: ValuePlace, moment: StepPosition, *, is_nan: bool) -> None:
-        """Report a value that turned NaN or infinite, unless it is a gradient (`GradScaler` seeks these) or a mask."""
-        if not may_overflow(origin.site) and (is_nan or not may_mask(origin.site, origin.name)):
-            where = value_in_words(*origin[1:4])
-            mode = "" if moment.mode == "train" else f" in {moment.mode} mode"
-            turned = f"turned {'NaN' if is_nan else 'infinite'} at step {moment.step}"
-            self._on_trouble(origin.root, f"{where}{mode} {turned}")
 
     def _launched(self, is_measured: bool) -> bool:
         if is_measured:
@@ -320,31 +264,14 @@ class Probe:
                 SeenOnDevice(value, moment, 0, keep != 0) for value, keep in zip(group.values, group.keeps, strict=True)
             ]
             return self._launched(self._on_device.measure_many(seen, tensors))
-        if self.kernels is None:
+        if (kernels := self.on_host.kernels) is None:
             return False
-        sums = self.kernels.sums_of_squares(
-            at, group.tensors, num_threads=torch.get_num_threads(), held_bytes=_HELD_BYTES
-        )
+        sums = kernels.sums_of_squares(at, group.tensors, num_threads=torch.get_num_threads(), held_bytes=HELD_BYTES)
         if not math.isfinite(_sum(sums)):
             return False
         self._together.append((group.columns, sums, group.numels))
         self._has_values = True
         return True
-
-    def measure_together(
-        self, tensors: Sequence[torch.Tensor], numels: Sequence[int], dtypes: Sequence[str],
-        shapes: Sequence[tuple[int, ...]], keeps: Sequence[int],
-    ) -> Callable[[], list[Measured]]:  # fmt: skip
-        """Measure statistics of small host tensors that `saw_group` has measured, and fingerprints where `keeps` asks.
-
-        Return a function that gives the statistics. It may be called on any thread.
-        """
-        assert self.kernels is not None, "groups on the host are measured by the compiled loops"
-        weights = [
-            self._weights(ITEM_BYTES[dtype], shape) if keep & KEEP_FINGERPRINT else None
-            for dtype, shape, keep in zip(dtypes, shapes, keeps, strict=True)
-        ]
-        return self.kernels.measure_small([tensor.data_ptr() for tensor in tensors], numels, dtypes, weights)
 
     def saw_updates(
         self, values: Sequence[ProbedValue], columns: npt.NDArray[np.int64], sums: npt.NDArray[np.float64],
@@ -360,7 +287,8 @@ class Probe:
         if not math.isfinite(_sum(sums)):  # the next row of the parameter shows the non-finite update
             is_finite = np.isfinite(sums)
             for i in np.flatnonzero(~is_finite).tolist():
-                self._spoilt[values[i].column] = SeenOnDevice(values[i], moment, 0, False), bool(np.isnan(sums[i]))
+                update = SeenOnDevice(values[i], moment, 0, has_row=False)
+                self._turned.spoilt[values[i].column] = update, bool(np.isnan(sums[i]))
             columns, sums, numels, times = columns[is_finite], sums[is_finite], numels[is_finite], times[is_finite]
         self._together.append((columns, sums * times, numels))
         self._has_values = True
@@ -390,33 +318,6 @@ class Probe:
                 return None
             made.append(one._replace(column=column, origin=origin))
         return made
-
-    def _sum_of_squares(self, local: torch.Tensor) -> float:
-        """Return the sum of the squares of a tensor's elements. Return NaN if the compiled loops cannot compute it."""
-        key = (local.dtype, local.numel())
-        plan = self._plans.get(key)
-        if plan is None:
-            if self.kernels is None or local.dtype not in DTYPES:
-                return math.nan
-            plan = self._host_measure(DTYPES[local.dtype], (local.numel(),), KEEP_STATS, -1, self.kernels)
-            if plan is None:
-                return math.nan
-            if len(self._plans) >= _MAX_PLANS:
-                self._plans.clear()
-            self._plans[key] = plan
-        if not local.is_contiguous():
-            with torch.no_grad(), torch._C._DisableTorchDispatch():
-                local = local.detach().contiguous()
-        return self._squares_at(local.data_ptr(), plan)
-
-    def _squares_at(self, at: int, plan: HostMeasure) -> float:
-        return plan.kernels.sum_of_squares(at, plan.loops, num_threads=torch.get_num_threads(), held_bytes=_HELD_BYTES)
-
-    def _statistics(self, local: torch.Tensor) -> Measured:
-        """Return a value's statistics. Used if elements are not finite, or if there are no compiled loops."""
-        with torch.no_grad(), torch._C._DisableTorchDispatch():
-            data = local.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-        return self._measure(data, DTYPES[local.dtype], tuple(local.shape), None, KEEP_STATS, kernels=self.kernels)
 
     def _add(self, key: tuple[ValuePlace, str, str, torch.dtype], scope: str | None, chunk: Chunk | None) -> int | None:
         origin, phase, mode, dtype = key
@@ -448,96 +349,29 @@ class Probe:
         for columns, its_sums, its_numels in together:
             np.add.at(sums, columns, its_sums)
             np.add.at(numels, columns, its_numels)
-        self._forget_recovered(numels, self._bad)
-        self._arriving.append(_ArrivingStep(StepNumbers(self._step, sums, numels, self._bad), self._on_device.bring()))
+        self._turned.forget_recovered(numels, self._bad)
+        self._arriving.add(StepNumbers(self._step, sums, numels, self._bad))
         self._sums, self._numels, self._bad = [0.0] * len(sums), [0] * len(sums), {}
         self._has_values = False
 
     def _append_arrived(self, until_s: float = 0.0) -> None:
-        """Append, in order, the steps whose numbers have all arrived. Wait for numbers until `until_s` (monotonic)."""
-        while self._arriving:
-            numbers, on_way = self._arriving[0]
-            while on_way:
-                try:
-                    if not on_way[0].has_arrived():
-                        if time.monotonic() > until_s:
-                            return
-                        time.sleep(0.001)
-                        continue
-                    self._add_norms(on_way[0].seen, on_way[0].read(), numbers)
-                except LostError:
-                    pass  # the norms are lost, so the values count as not seen at this step
-                on_way.pop(0).block.release()
-            self._arriving.popleft()
-            self._append(numbers)
-
-    def _add_norms(self, seen: list[SeenOnDevice], norms: npt.NDArray[np.float32], numbers: StepNumbers) -> None:
-        squares = np.square(norms.astype(np.float64))
-        if not np.isfinite(squares).all():  # a non-finite update shows in the parameter's row
-            is_counted = np.isfinite(squares) | np.array([one.value.origin.site != UPDATE for one in seen])
-            for i in np.flatnonzero(~is_counted).tolist():
-                self._spoilt[seen[i].value.column] = seen[i]._replace(has_row=False), bool(np.isnan(norms[i]))
-            seen, norms, squares = list(compress(seen, is_counted)), norms[is_counted], squares[is_counted]
-        columns = np.array([one.value.column for one in seen])
-        numels = np.array([one.value.numel for one in seen], np.float64)
-        np.add.at(numbers.sums, columns, squares)
-        np.add.at(numbers.numels, columns, numels)
-        told = set()
-        for i in np.flatnonzero(~np.isfinite(squares)).tolist():
-            one, is_nan = seen[i], bool(np.isnan(norms[i]))
-            column = one.value.column
-            had_nan, had_inf = numbers.bad.get(column, (0, 0))
-            numbers.bad[column] = max(had_nan, int(is_nan)), max(had_inf, int(not is_nan))
-            numbers.sums[column] = np.nan
-            if self._has_turned(column, is_nan, float(not is_nan)) and column not in told:
-                told.add(column)  # one row a step: a second row would have the same key
-                self._tell_trouble(one.value.origin, one.moment, is_nan=is_nan)
-                self._on_device.record_turned(one, is_nan=is_nan)
-        there = np.zeros(len(numbers.numels))
-        there[columns] = 1
-        self._forget_recovered(there, numbers.bad)
-
-    def _forget_recovered(self, numels: npt.NDArray[np.float64], bad: Mapping[int, object]) -> None:
-        """Forget that values were not finite if they were seen at a step (`numels` is not 0) and were finite then."""
-        if self._were_bad:
-            self._were_bad = {c: how for c, how in self._were_bad.items() if c in bad or not numels[c : c + 1].any()}
-
-    def _append(self, numbers: StepNumbers) -> None:
-        done, step = self._steps, numbers.step
-        if (len(done) > 1 and step - done[-1].step != done[1].step - done[0].step) or (done and step <= done[-1].step):
-            self._record_block()
-        if not self._steps:
-            self._began_s = time.monotonic()
-        if self._on_step is not None:
-            self._on_step(ProbedStep(step, self._columns, numbers.sums, numbers.numels))
-        self._steps.append(numbers)
-        if len(self._steps) == BLOCK_STEPS or time.monotonic() - self._began_s > _BLOCK_S:
-            self._record_block()
+        for numbers in self._arriving.arrived(until_s):
+            self._block.make_room(numbers.step)
+            if self._on_step is not None:
+                self._on_step(ProbedStep(numbers.step, self._columns, numbers.sums, numbers.numels))
+            self._block.append(numbers)
 
     def flush(self) -> None:
         """Record the block, one row for each value; begin a new block. May wait `_WAIT_S` for norms on their way."""
         with self._changing:
             self._append_arrived(time.monotonic() + _WAIT_S)
-            self._record_block()
+            self._block.record()
 
     def flush_old(self) -> None:
-        """Record a block that is older than `_BLOCK_S`. Called on the writer thread, because a step may take long."""
-        if self._steps and time.monotonic() - self._began_s > _BLOCK_S:
+        """Record a block that is old. Called on the writer thread, because a step may take long."""
+        if self._block.is_old:
             with self._changing:
-                self._record_block()
-
-    def _record_block(self) -> None:
-        steps, self._steps = self._steps, []
-        if not steps:
-            return
-        for its in self._columns[len(self._origins) :]:
-            name = f"{its.origin.site} {its.origin.name}" if its.origin.name else its.origin.site
-            self._origins.append(its.origin._replace(site=PROBE, name=name))
-        moments = {mode: StepPosition(steps[0].step, None, mode) for mode in {its.mode for its in self._columns}}
-        for column, values, note in block_rows(self._columns, steps):
-            its, origin = self._columns[column], self._origins[column]
-            moment = moments[its.mode]
-            self._observe(SeenValue(origin, moment, its.phase, scope=its.scope, note=note), KEEP_TENSOR, values)
+                self._block.record()
 
     def close(self) -> None:
         """End the current step, and record the block and the parameters that the last update has spoilt."""
@@ -545,28 +379,12 @@ class Probe:
             if self._has_values:
                 self._end_step()
             self.flush()
-            for update, is_nan in self._spoilt.values():
+            for update, is_nan in self._turned.spoilt.values():
                 origin = update.value.origin._replace(site="param")
                 parameter = self._by_key.get((origin, update.value.phase, update.moment.mode, update.value.dtype))
-                if update.moment.step == self._step and parameter not in self._were_bad:
+                if update.moment.step == self._step and parameter not in self._turned.were_bad:
                     self._on_device.record_turned(update, is_nan=is_nan)
 
 
 def _is_on_host(tensor: torch.Tensor) -> bool:
     return tensor.is_cpu
-
-
-def _without_repeats(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Return each element of an expanded tensor once, and the number of repeats. Complex elements become two reals."""
-    times = 1
-    # `dtype.is_complex` keeps the interpreter's lock, and `tensor.is_complex()` may hand the lock to the writer thread.
-    is_complex = tensor.dtype.is_complex
-    if not is_complex and tensor.is_contiguous():
-        return tensor, times
-    with torch.no_grad(), torch._C._DisableTorchDispatch():
-        values = tensor.detach()
-        for dim in reversed(range(values.dim())):
-            if not values.stride(dim) and values.size(dim) > 1:
-                times *= values.size(dim)
-                values = values.select(dim, 0)
-        return (torch.view_as_real(values) if is_complex else values), times

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.optim.optimizer import Optimizer
 
-from ..system.processes import loaded
+from ...system.processes import loaded
 from .update_looks import parameters_of
 
 _A_TRAINING = 10

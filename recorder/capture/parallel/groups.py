@@ -21,8 +21,8 @@ import numpy.typing as npt
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..system.processes import is_instance, live_instances, loaded
-from .local_values import spec_of
+from ...system.processes import is_instance, live_instances, loaded
+from ..local_values import spec_of
 from .marks import MEGATRONS_SCHEDULES, marked_data_parallel, ranks_of, stage_of_schedule
 from .topology import is_distributed
 

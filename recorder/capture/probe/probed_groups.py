@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..native import ManyTensors
+from ...native import ManyTensors
+from ..local_values import are_ordinary, are_plain, lie_strided
 from .device_probe import ProbedValue
-from .local_values import are_ordinary, are_plain, lie_strided
 
 _strided = torch.strided
 _dtype, _shape, _is_cpu = map(operator.attrgetter, ("dtype", "shape", "is_cpu"))

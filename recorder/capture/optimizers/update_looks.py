@@ -16,9 +16,9 @@ from typing import NamedTuple
 import torch
 from torch.optim.optimizer import Optimizer
 
-from ..taps.graphs import is_traced
-from .core import Capture
-from .hooks.inventory import Optimized
+from ...taps.graphs import is_traced
+from ..core import Capture
+from ..hooks.training_notes import Optimized
 
 IDLE_UPDATES = 2
 """After so many updates of an optimizer without a gradient, models to record are searched again."""
@@ -196,7 +196,7 @@ class UpdateLooks:
         if not self._capture.clock.num_optimizer_steps:
             self._num_backwards += 1
             if self._num_backwards == _FEW_BACKWARDS:
-                parameters = [one for root in self._capture.roots for _, _, one in root.parameters()]
+                parameters = [one for root in self._capture.roots for _, _, one in root.parameters]
                 some = list(filter(_may_be_kept, parameters))
                 some = [*some[: _MOST_UNMOVED // 2], *some[_MOST_UNMOVED // 2 :][-_MOST_UNMOVED // 2 :]]
                 self._unmoved = [(weakref.ref(one), _first_elements(one).clone()) for one in some]
@@ -244,7 +244,8 @@ class UpdateLooks:
         if is_anew != self._is_anew:
             self._is_anew = is_anew
             for root in self._capture.roots:
-                root.inventory.note_anew(type(optimizer).__name__, self._capture.clock.step if is_anew else None)
+                since = self._capture.clock.step if is_anew else None  # None: they are not made anew any more
+                root.notes.note(optimizer_anew=type(optimizer).__name__, optimizer_anew_since=since)
 
     def before_update(self, optimizer: Optimizer, *, is_counting: bool, live: Callable[[], list[Optimizer]]) -> None:
         """At some steps, note parameters without an optimizer, modules in evaluation mode, and uncleared gradients.
@@ -258,7 +259,7 @@ class UpdateLooks:
         is_copied = last is not None and last.has_stood is not False and last.stands_uncleared()
         if last is not None and (is_copied or last.has_stood_through):
             for root in capture.roots:
-                root.inventory.note_uncleared(last.parameter(), capture.clock.step, is_copied)
+                root.notes.note_uncleared(last.parameter(), capture.clock.step, is_copied)
         self._last_gradients = {key: one.after_other_step() for key, one in list(self._last_gradients.items())}
         if is_counting:
             num, roots = capture.clock.num_optimizer_steps, [root for root in capture.roots if root.clock.is_trained]
@@ -266,7 +267,7 @@ class UpdateLooks:
             self._is_looking = num in _EARLY_LOOKS or num % _LOOK_EVERY == 0 or not evaluated <= self._evaluated
             self._evaluated |= evaluated
         if self._is_looking:
-            in_ddp = all((root.data_parallel or {}).get("kind") == "ddp" for root in capture.roots)
+            in_ddp = all((root.work.data_parallel or {}).get("kind") == "ddp" for root in capture.roots)
             if gradient := LastGradient.of(parameters_of(optimizer), in_ddp=in_ddp):
                 self._last_gradients[id(optimizer)] = gradient
             if is_counting:
@@ -290,7 +291,7 @@ class UpdateLooks:
         )
         unstepped = set[int]().union(*(ids for _, ids in updates)) - trained
         idle = set[int]().union(*(ids for idle, ids in updates if (idle or 0) >= IDLE_UPDATES))
-        of_roots = [(root, {id(parameter) for _, _, parameter in root.parameters()}) for root in capture.roots]
+        of_roots = [(root, {id(parameter) for _, _, parameter in root.parameters}) for root in capture.roots]
         own = set[int]().union(*(ids for _, ids in of_roots))
         of_stepping = [ids for idle, ids in updates if idle is not None]
         common = {one for one, num in Counter(itertools.chain(*of_stepping)).items() if num > 1}
@@ -304,6 +305,6 @@ class UpdateLooks:
             if root.thread in (None, threading.get_ident()):
                 is_before = 0 < root.last_call < last_common
                 feeds_trained = ids.isdisjoint(trained) and 0 < root.last_call < last_trained
-                root.inventory.look_at_update(
+                root.notes.look_at_update(
                     optimized, capture.clock.step, root.clock.is_trained, is_before, feeds_trained
                 )

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.weak import TensorWeakRef
 
-from ..records import Chunk, Staged
-from .local_values import PLAIN, chunk_of
+from ...records import Chunk, Staged
+from ..local_values import PLAIN, chunk_of
 
 _MAX_KNOWN = 64
 _MAX_WAITING = 16

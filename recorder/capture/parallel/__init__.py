@@ -1,0 +1,1 @@
+"""How ranks share the work: their process groups, frameworks' marks, and which chunk of a tensor a rank has."""
