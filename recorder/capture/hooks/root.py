@@ -71,8 +71,7 @@ class Root:
         self.parameters = RootParameters(capture, name, self.module, self.path_of)
         self.is_first_use = self.parameters.is_first_use
         self.work = SharedWork(capture, name, self.parameters)
-        self.marked_ranks: tuple[int, ...] = ()
-        """The ranks over which the model's plain parameters are cut, by a framework's marks. Empty without marks."""
+        self.marked_ranks: tuple[int, ...] = ()  # here and in `work`, because hooks read it for each value
         inner_clock = inner_roots[0].clock if inner_roots else None
         self.clock: RootClock = clock or inner_clock or RootClock(capture.clock)
         self._inner_roots = inner_roots

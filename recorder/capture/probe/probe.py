@@ -88,7 +88,9 @@ class Probe:
         self._on_step = on_step
         self.on_host = HostProbe(use_native=use_native)
         self._plans, self._sum_of_squares = self.on_host.plans, self.on_host.sum_of_squares
+        self._statistics = self.on_host.statistics
         self._turned = TurnedValues(on_trouble)
+        self._has_turned = self._turned.has_turned
         self._arriving = ArrivingSteps(on_device, self._turned)
         self._changing = threading.RLock()
         """A lock for adding a column, appending a step and recording a block, because several threads may train."""
@@ -150,7 +152,7 @@ class Probe:
         total = times * self._sum_of_squares(local)
         num_nan = num_inf = 0
         if not total < math.inf:
-            its = self.on_host.statistics(local)
+            its = self._statistics(local)
             if its.nan_count is None or its.inf_count is None:
                 return keep  # the dtype has no statistics
             num_nan, num_inf, total = times * its.nan_count, times * its.inf_count, times * (its.sum_sq or 0.0)
@@ -161,7 +163,7 @@ class Probe:
             return keep
         nan_before, inf_before = self._bad.get(column, (0, 0))
         self._bad[column] = nan_before + num_nan, inf_before + num_inf
-        if not self._turned.has_turned(column, num_nan > 0, num_inf / numel):
+        if not self._has_turned(column, num_nan > 0, num_inf / numel):
             return keep
         self._turned.tell(origin, moment, is_nan=num_nan > 0)
         return keep | KEEP_STATS
