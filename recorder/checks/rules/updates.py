@@ -47,6 +47,8 @@ FADED = 1e-5
 """A learning rate at this part of its top moves hardly any weight of 32 bits."""
 _LASTING_STEPS, _LASTING = 20, 0.1
 """Such a rate is found if it stays for so many steps, and for this part of all steps."""
+_MANY_FALLS = 20
+"""A rate that has fallen less often may be that of a ReduceLROnPlateau, once nothing is left to learn."""
 SCHEDULE = "look at the schedule of the learning rate, and whether it is stepped as often as it was made for"
 _STAIRS, _STAIR = 3, 5
 """A learning rate climbs stairs if it has risen so many times or more, each time after equally many steps: a _STAIR."""
@@ -329,8 +331,10 @@ class _Fade:
     """The last rate that was more than almost nothing."""
     since: int = -1
     """The first step of those with almost nothing; -1 if the rate is more."""
+    num_falls: int = 0
 
     def add(self, step: int, rate: float) -> None:
+        self.num_falls += rate < self.rate
         self.first, self.last, self.rate = step if self.first < 0 else self.first, step, rate
         self.top = max(self.top, rate)
         if rate > FADED * self.top:
@@ -355,7 +359,8 @@ class _Fading(_Course):
         for lane, fade in self._courses.items():
             if fade.is_lasting:
                 what = f"the learning rate has fallen to {number(fade.rate)} from {number(fade.top)}, and stays there"
-                yield self.finding(lane, fade.since, what, "", 0.0, 0.0, since=fade.since)
+                severity = self.severity if fade.num_falls >= _MANY_FALLS else Severity.NOTE
+                yield self.finding(lane, fade.since, what, "", 0.0, 0.0, severity, fade.since)
 
 
 class _Restless(_Update):
