@@ -76,6 +76,12 @@ def named(noun: str, numbers: Sequence[object], most: int = 8) -> str:
     return f"{plural(noun, max(len(numbers), 1))} {listed(numbers, most)}"
 
 
+def nonfinite_in_words(num_nan: float, num_infinite: float) -> str:
+    """Return the numbers of elements that are not finite, such as ``3 NaN and 1 infinite``. One that is 0 is left out."""
+    counts = ((num_nan, "NaN"), (num_infinite, "infinite"))
+    return " and ".join(f"{num:.0f} {kind}" for num, kind in counts if num)
+
+
 def size(num_bytes: int) -> str:
     """Return a number of bytes as text, in powers of ten: ``1.5 MB`` is 1,500,000."""
     amount = float(num_bytes)

@@ -13,7 +13,7 @@ from ...run.reply import Reply, Table, plain
 from ...run.run import Run
 from ...run.step_ranges import Attempts, cut_rows
 from ...sites import GIVEN_SITES, NUMBERS
-from ...system.text import MODEL, counted, listed, number, steps_in_words, value_in_words
+from ...system.text import MODEL, counted, listed, nonfinite_in_words, number, steps_in_words, value_in_words
 from .nonfinite import NonFiniteFinder, NonFiniteTensor, probed_health
 from .replica_groups import BROADCAST, NEVER, OWN, Differing, RankValue, factor_of, named_ranks, ranks_in_words
 from .replicas import FINDINGS, RANGE_ROWS, ApartByProbe, ReplicaFinder, apart_by_probe
@@ -242,9 +242,8 @@ def _nonfinite_rows(bad: NonFiniteTensor) -> Iterator[tuple[str, str]]:
     yield "last healthy value", healthy
     for other in bad.beside:
         name = f"{other.site} {other.name}" if other.site in GIVEN_SITES and other.name else other.name or other.site
-        counts = [f"{n} {kind}" for n, kind in ((other.nan_count, "NaN"), (other.inf_count, "infinite")) if n]
         name = name if other.site in NUMBERS else f"its {name}"
-        yield "at the same step", f"{name} holds {' and '.join(counts)}"
+        yield "at the same step", f"{name} holds {nonfinite_in_words(other.nan_count, other.inf_count)}"
     if bad.objectives:
         yield "objective", f"{listed(map(repr, bad.objectives), 4)} alone: the gradient of each other one is finite"
     probed = None if bad.probed is None else bad.probed.last_step

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from ... import sites
-from ...system.text import listed, named
+from ...system.text import listed, named, nonfinite_in_words
 from ..given import IGNORED, holds_labels
 from ..rows import (
     HARMLESS,
@@ -170,7 +170,7 @@ class NonFinite(CheckRule):
             nans, infs = (np.nan_to_num(bad[count]).tolist() for count in ("nan_count", "inf_count"))
             least = ["at least " * one for one in is_open[params & is_bad].tolist()]
             counts = zip(names, least, nans, infs, strict=True)
-            detail = "; ".join(f"{name} holds {some}{n:.0f} NaN, {i:.0f} infinite" for name, some, n, i in counts)
+            detail = "; ".join(f"{name} holds {some}{nonfinite_in_words(n, i)}" for name, some, n, i in counts)
         elif key.site == "input" and not key.module_path and not holds_labels(key):
             what += ", and the model was given it; look at the data, or at what makes this argument"
         elif key.site == "output" and (inputs & is_bad).any():
