@@ -77,7 +77,7 @@ def named(noun: str, numbers: Sequence[object], most: int = 8) -> str:
 
 
 def nonfinite_in_words(num_nan: float, num_infinite: float) -> str:
-    """Return the numbers of elements that are not finite, such as ``3 NaN and 1 infinite``. One that is 0 is left out."""
+    """Return how many elements are not finite, such as ``3 NaN and 1 infinite``. A number that is 0 is left out."""
     counts = ((num_nan, "NaN"), (num_infinite, "infinite"))
     return " and ".join(f"{num:.0f} {kind}" for num, kind in counts if num)
 
