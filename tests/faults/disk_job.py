@@ -146,19 +146,19 @@ def fail_on_writer_thread(**calls: int) -> Callable[[Path], None]:
     """For calls that training makes, too: the filter is put in place by the writer itself, at its next record."""
 
     def begin(folder: Path) -> None:
-        from recorder.write.intake import Intake
+        from recorder.write.writer import Writer
         from tests.campaigns.faults import seccomp
 
-        plain = Intake.record
+        plain = Writer._handle
         is_done: list[bool] = []
 
-        def record(self: Intake, staged: Any, *more: Any, **named: Any) -> bool:
-            if not is_done:
+        def handle(self: Writer, item: Any) -> None:
+            if item is not None and not is_done:
                 is_done.append(True)
                 seccomp.fail(calls, every_thread=False)
-            return plain(self, staged, *more, **named)
+            plain(self, item)
 
-        Intake.record = record  # type: ignore[method-assign]
+        Writer._handle = handle  # type: ignore[method-assign]
 
     return begin
 
